@@ -1,0 +1,15 @@
+"""Train a draft head on a frozen target: `draftsmith train` as a file, for launchers.
+
+python scripts/train.py --config configs/demo.yaml
+torchrun --nproc_per_node 8 scripts/train.py --config configs/demo.yaml
+deepspeed --num_gpus 8 scripts/train.py --config configs/demo.yaml --deepspeed zero2.json
+accelerate launch --num_processes 8 scripts/train.py --config configs/demo.yaml --learning_rate 2e-4
+"""
+
+import sys
+
+from draftsmith.commands import main
+
+
+if __name__ == "__main__":
+    main(["train", *sys.argv[1:]])

@@ -1,0 +1,47 @@
+"""The `draftsmith` command line: `draftsmith <command> --config x.yaml --any_field value`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+
+# Each is the module of the same name in this package, with a `main(argv)`; imported when called, not before.
+COMMANDS = {
+    "prepare": "chat data to token ids, supervision masks and packed rows",
+    "train": "train a draft head on a frozen target",
+    "evaluate": "decode held-out prompts speculatively and measure the acceptance length",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command; `argv` defaults to the process's arguments.
+
+    A usage error prints as `error: ...` and exits with status 2, without a traceback.
+    """
+    command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help"):
+        print(_help())
+        return
+    # Imported here, since it brings in transformers, which `draftsmith --help` need not wait for.
+    from draftsmith.commands.parsing import UsageError
+
+    try:
+        if command not in COMMANDS:
+            nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0)[0]
+            raise UsageError(f"unknown command `{command}`; did you mean `{nearest}`?")
+        importlib.import_module(f"draftsmith.commands.{command}").main(arguments)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: draftsmith <command> [--config file.yaml] [--any_field value ...]\n\n"
+        f"commands:\n{commands}\n\n"
+        "Flags win over files, files over defaults. `draftsmith <command> --help` lists the fields."
+    )

@@ -1,0 +1,33 @@
+"""From conversations to batches: rendering, masks, packing, the draft vocabulary and the collator."""
+
+from .arguments import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
+from .collator import DraftCollator
+from .packing import pack_dataset
+from .prompts import read_prompts
+from .vocabulary import (
+    build_vocabulary_map,
+    check_vocabulary_map,
+    count_tokens,
+    coverage,
+    d2t_to_t2d,
+    load_vocabulary_map,
+    save_vocabulary_map,
+)
+
+
+__all__ = [
+    "DataArguments",
+    "DraftCollator",
+    "PreparedData",
+    "build_vocabulary_map",
+    "check_vocabulary_map",
+    "count_tokens",
+    "coverage",
+    "d2t_to_t2d",
+    "draft_vocabulary_map",
+    "load_vocabulary_map",
+    "pack_dataset",
+    "prepare_datasets",
+    "read_prompts",
+    "save_vocabulary_map",
+]

@@ -1,0 +1,206 @@
+"""Chat rendering: from messages to token ids, and to the tokens that the assistant generated.
+
+The chat template itself says where an answer begins: the rendering of the messages before it, with the generation
+prompt, is what a server sends, and the answer is what follows. That must hold as text and as token ids, or the head
+would train on contexts that are never served. A template that rewrites history (drops old reasoning, moves the system
+prompt) breaks it for earlier turns; each turn then becomes a row of its own, rendered as it was served.
+`{% generation %}` markers, where a template has them, narrow the answers further.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from .documents import Document
+from .formats import REASONING_KEYS, Conversation, RowError
+from .text import EncodedText, TextEncoder, Turn, check_text
+
+
+GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """The text of one row and the turns to supervise in it."""
+
+    text: str
+    turns: list[Turn]
+    conversation: Conversation
+
+    def split(self) -> list["Rendering"]:
+        """One rendering per turn, each ending with it."""
+        return [Rendering(self.text[: turn.end], [turn], self.conversation) for turn in self.turns]
+
+
+class ChatEncoder(TextEncoder):
+    """Renders conversations with a chat template and finds the answers.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        chat_template: used instead of the tokenizer's own.
+        template_kwargs: arguments of the template (`enable_thinking`); those of a row win.
+
+    Raises:
+        ValueError: there is no chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        super().__init__(tokenizer)
+        if not (chat_template or tokenizer.chat_template):
+            owner = tokenizer.name_or_path or type(tokenizer).__name__
+            raise ValueError(f"`tokenizer`: {owner} has no chat template; pass `chat_template`.")
+        self.chat_template = chat_template
+        self.template_kwargs = template_kwargs or {}
+
+    @property
+    def name(self) -> str:
+        owner = self.tokenizer.name_or_path or type(self.tokenizer).__name__
+        return "`chat_template`" if self.chat_template else f"the chat template of {owner}"
+
+    def encode_conversations(self, conversations: Sequence[Conversation]) -> list[list[Document] | RowError]:
+        """For each conversation its rows, or why there are none."""
+        plans = [attempt(self.render, conversation) for conversation in conversations]
+        # one call for the batch lets the tokenizer use all its threads
+        encoded = iter(self._encode_all([row for plan in plans if isinstance(plan, list) for row in plan]))
+        return [
+            attempt(self._documents, plan, [next(encoded) for _ in plan]) if isinstance(plan, list) else plan
+            for plan in plans
+        ]
+
+    def render(self, conversation: Conversation) -> list[Rendering]:
+        """The text of one row with every turn, or of one row per turn where the template rewrites history.
+
+        Raises:
+            RowError: no turn to supervise, or serving's prompt is not how the rendering begins.
+        """
+        messages = conversation.messages
+        turns = [
+            index
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and index >= max(conversation.first_supervised, 1)
+        ]  # nobody asked for a message that opens the conversation: it is context
+        if not turns:
+            raise RowError("messages", "has no assistant turn after another message")
+        prompts = self._apply(conversation, [messages[:index] for index in turns], add_generation_prompt=True)
+        texts = self._apply(conversation, [messages[: index + 1] for index in turns])
+        check_text(texts[-1], "messages")
+        rows = []
+        for index, prompt, text in zip(turns, prompts, texts, strict=True):
+            if not text.startswith(prompt):
+                raise RowError(
+                    f"messages[{index}]",
+                    f"can't be located: {self.name} doesn't render it after its generation prompt {prompt[-40:]!r}; "
+                    "pass `chat_template_kwargs` that fit the data (reasoning on or off) or another `chat_template`",
+                )
+            rows.append(Rendering(text, [Turn(len(prompt), len(text), index)], conversation))
+        whole = texts[-1]
+        if all(map(whole.startswith, prompts)) and all(map(whole.startswith, texts)):
+            return [Rendering(whole, [turn for row in rows for turn in row.turns], conversation)]
+        return rows
+
+    def _apply(self, conversation: Conversation, chats: list[list[dict[str, Any]]], **kwargs: Any) -> list[str]:
+        kwargs |= self._template_arguments(conversation)
+        try:
+            rendered: Any = self.tokenizer.apply_chat_template(chats, tokenize=False, **kwargs)
+        except Exception as error:  # templates are programs of their own and raise what they like
+            raise RowError("messages", f"is refused by {self.name}: {type(error).__name__}: {error}") from error
+        return rendered
+
+    def _template_arguments(self, conversation: Conversation) -> dict[str, Any]:
+        kwargs = self.template_kwargs | conversation.template_kwargs
+        return {"chat_template": self.chat_template, "tools": conversation.tools, **kwargs}
+
+    def _template(self, conversation: Conversation) -> str:
+        return self.tokenizer.get_chat_template(self.chat_template, conversation.tools)
+
+    def _has_markers(self, rendering: Rendering) -> bool:
+        return GENERATION_MARKER.search(self._template(rendering.conversation)) is not None
+
+    def _encode_all(self, renderings: list[Rendering]) -> list[EncodedText]:
+        plain = iter(self.encode([rendering.text for rendering in renderings if not self._has_markers(rendering)]))
+        return [self._encode_marked(row) if self._has_markers(row) else next(plain) for row in renderings]
+
+    def _encode_marked(self, rendering: Rendering) -> EncodedText:
+        output: Any = self.tokenizer.apply_chat_template(
+            rendering.conversation.messages[: rendering.turns[-1].position + 1],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._template_arguments(rendering.conversation),
+        )
+        marks = np.array(output["assistant_masks"], dtype=bool)
+        return self.encoded(rendering.text, output["input_ids"], output.encodings[0], marks)
+
+    def _documents(self, renderings: list[Rendering], encoded: list[EncodedText]) -> list[Document]:
+        documents = [self._document(*pair) for pair in zip(renderings, encoded, strict=True)]
+        if any(document is None for document in documents) and len(renderings[0].turns) > 1:
+            rows = renderings[0].split()
+            return self._documents(rows, self._encode_all(rows))
+        return [document or self._document_in_parts(row) for document, row in zip(documents, renderings, strict=True)]
+
+    def _document(self, rendering: Rendering, encoded: EncodedText) -> Document | None:
+        """Ids and turns of a rendering; None if its ids don't begin with those of a served prompt."""
+        turn_ids = np.full(len(encoded.ids), -1, dtype=np.int32)
+        for number, turn in enumerate(rendering.turns):
+            start = self.answer_start(encoded, turn.start)
+            if start is None:
+                return None
+            end, last_character = encoded.answer_end(turn)
+            self._check_rendered(rendering, turn, last_character)
+            turn_ids[start:end] = number
+            if encoded.marks is not None and not encoded.marks[start:end].any():
+                raise RowError(f"messages[{turn.position}]", f"is not inside the generation markers of {self.name}")
+        if encoded.marks is not None:
+            turn_ids[~encoded.marks] = -1
+        return Document(encoded.ids, turn_ids)
+
+    def _document_in_parts(self, rendering: Rendering) -> Document:
+        """The prompt's ids as serving sends them, then the answer's."""
+        (turn,) = rendering.turns
+        answer = self.encode_apart(rendering.text[turn.start :])
+        end, last_character = answer.answer_end(Turn(0, len(answer.text), turn.position))
+        self._check_rendered(rendering, turn, turn.start + last_character)
+        prompt_ids = self.ids(rendering.text[: turn.start])
+        turn_ids = np.full(len(prompt_ids) + len(answer.ids), -1, dtype=np.int32)
+        turn_ids[len(prompt_ids) : len(prompt_ids) + end] = 0
+        return Document(prompt_ids + answer.ids, turn_ids)
+
+    def _check_rendered(self, rendering: Rendering, turn: Turn, end: int) -> None:
+        """The answer must hold all that the assistant wrote; only white space may differ (templates trim)."""
+        message = rendering.conversation.messages[turn.position]
+        for key in ("content", *REASONING_KEYS):
+            value = message.get(key, "")
+            start = max(turn.start - len(value), 0)  # the generation prompt may hold the beginning, e.g. `<think>`
+            if _squeeze(value) not in _squeeze(rendering.text[start:end]):
+                raise RowError(
+                    f"messages[{turn.position}].{key}",
+                    f"is not rendered in full by {self.name}, so its tokens can't be supervised",
+                )
+        starts_with_content = _squeeze(rendering.text[turn.start : end]).startswith(
+            _squeeze(message.get("content", ""))
+        )
+        if not starts_with_content and "add_generation_prompt" not in self._template(rendering.conversation):
+            raise RowError(
+                f"messages[{turn.position}]",
+                f"is rendered by {self.name} with a header, but it has no generation prompt",
+            )
+
+
+def _squeeze(text: str) -> str:
+    return "".join(text.split())
+
+
+def attempt(function: Any, *arguments: Any) -> Any:
+    """What the function returns, or the `RowError` it raises: one bad row doesn't stop the others."""
+    try:
+        return function(*arguments)
+    except RowError as error:
+        return error

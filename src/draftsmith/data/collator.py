@@ -1,0 +1,81 @@
+"""From prepared rows, packed or not, to the tensors of a batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..alignment import row_sets
+from .documents import turns_from_mask
+
+
+PADDING = {"input_ids": 0, "loss_mask": 0, "turn_ids": -1, "position_ids": 0, "document_ids": -1}
+
+
+@dataclass
+class DraftCollator:
+    """Pads rows on the right and computes which (row, step) pairs are supervised.
+
+    Args:
+        ttt_steps: K, the number of training-time-test steps.
+        pad_to_multiple_of: T becomes a multiple of it.
+    """
+
+    ttt_steps: int
+    pad_to_multiple_of: int | None = None
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+        """Collate rows with `input_ids` and `loss_mask`, and optionally `turn_ids` and `document_lengths`.
+
+        Without `turn_ids` every contiguous run of a document's mask is a turn; without `document_lengths` a row is
+        one document.
+
+        Returns:
+            `input_ids`, `turn_ids` (-1 outside turns), `position_ids` (from 0 in each document) and `document_ids`
+            (from 0 in each row, -1 = padding), all `[B, T]` int64; `loss_mask` `[B, T]` bool; `row_sets`, K ascending
+            int64 tensors of indices into the flattened `[B * T]` rows.
+
+        Raises:
+            ValueError: columns of unequal length, or document lengths that don't add up; names the row of the batch.
+        """
+        columns = [_columns(row, number) for number, row in enumerate(rows)]
+        length = max(len(row["input_ids"]) for row in columns)
+        multiple = self.pad_to_multiple_of or 1
+        shape = (len(rows), -(-length // multiple) * multiple)
+        batch: dict[str, Any] = {name: torch.full(shape, value, dtype=torch.int64) for name, value in PADDING.items()}
+        for number, row in enumerate(columns):
+            for name, values in row.items():
+                batch[name][number, : len(values)] = torch.from_numpy(values)
+        batch["loss_mask"] = batch["loss_mask"].bool()
+        batch["row_sets"] = row_sets(
+            batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps
+        )
+        return batch
+
+
+def _columns(row: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:
+    """The columns of `PADDING` for one row, unpadded, `[T]` int64 each."""
+    columns = {
+        name: np.asarray(row[name], dtype=np.int64) for name in ("input_ids", "loss_mask", "turn_ids") if name in row
+    }
+    length = len(columns["input_ids"])
+    for name, values in columns.items():
+        if len(values) != length:
+            raise ValueError(
+                f"row {number} of the batch: `{name}` has {len(values)} entries for {length} `input_ids`."
+            )
+    document_lengths = np.asarray(row.get("document_lengths", [length]), dtype=np.int64)
+    if document_lengths.sum() != length or (document_lengths < 0).any():
+        raise ValueError(
+            f"row {number} of the batch: `document_lengths` {document_lengths.tolist()} add up to "
+            f"{document_lengths.sum()}, but the row has {length} tokens."
+        )
+    starts = np.cumsum(document_lengths) - document_lengths
+    if "turn_ids" not in columns:
+        documents = np.split(columns["loss_mask"], starts[1:])
+        columns["turn_ids"] = np.concatenate([turns_from_mask(mask) for mask in documents]).astype(np.int64)
+    columns["position_ids"] = np.arange(length) - np.repeat(starts, document_lengths)
+    columns["document_ids"] = np.repeat(np.arange(len(document_lengths)), document_lengths)
+    return columns

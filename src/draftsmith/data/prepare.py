@@ -1,0 +1,231 @@
+"""From sources to the prepared dataset: multi-process, cached by content, with an account of the other rows.
+
+A prepared dataset has one row per document: `input_ids`, `loss_mask`, `turn_ids` (equal lengths) and `length`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+from datasets import Dataset, concatenate_datasets, load_from_disk
+from transformers import PreTrainedTokenizerBase
+
+from .encoding import FEATURES, ROW_FEATURES, EncodingArguments, RowEncoder, parse_json_row, read_template
+from .formats import COLUMNS, RowError
+from .loading import Source
+
+
+logger = logging.getLogger(__name__)
+
+CACHE_VERSION = 1  # raised whenever the same rows would be prepared differently
+SHOWN_ROWS = 20
+
+
+class BadRowsError(ValueError):
+    """Rows that can't be used; `rows` names each with its file, row, field and reason."""
+
+    def __init__(self, rows: list[str], good: int):
+        self.rows = rows
+        super().__init__(
+            f"{len(rows)} rows can't be used ({good} documents can; `on_bad_row=skip` keeps those):\n{_listing(rows)}"
+        )
+
+
+@dataclass
+class Report:
+    """What happened to the rows of a source.
+
+    Attributes:
+        rows: number of source rows.
+        truncated: documents cut at `max_length`.
+        unsupervised: rows without two assistant tokens in a row within `max_length`: nothing to learn, left out.
+        errors: rows that can't be used, with the reason.
+        cache_keys: names of the cache entries, which are hashes of their contents.
+    """
+
+    rows: int = 0
+    truncated: int = 0
+    unsupervised: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    cache_keys: list[str] = field(default_factory=list)
+
+
+def prepare_sources(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: EncodingArguments,
+    *,
+    cache_dir: str | os.PathLike,
+    num_proc: int | None = None,
+    on_bad_row: str = "error",
+) -> tuple[Dataset, Report]:
+    """Prepare every source, or read it from the cache.
+
+    Args:
+        sources: from `loading.load_sources`.
+        tokenizer: a fast tokenizer.
+        arguments: how rows become tokens.
+        cache_dir: directory of the prepared datasets; an entry is named by its content and appears only when complete.
+        num_proc: worker processes; None or 1 = this process, whose tokenizer uses all cores.
+        on_bad_row: "error" or "skip".
+
+    Returns:
+        The prepared documents in the order of the sources, with a column `hash` (uint32, of the conversation), and the
+        report.
+
+    Raises:
+        BadRowsError: rows that can't be used, all of them, unless `on_bad_row="skip"`.
+        ValueError: no document is left.
+    """
+    datasets, total = [], Report()
+    for source in sources:
+        documents, report = _prepare_source(source, tokenizer, arguments, cache_dir=Path(cache_dir), num_proc=num_proc)
+        datasets.append(documents)
+        total.rows += report.rows
+        total.truncated += report.truncated
+        total.unsupervised += report.unsupervised
+        total.errors += report.errors
+        total.cache_keys += report.cache_keys
+    documents = concatenate_datasets(datasets)
+    if total.errors and on_bad_row == "error":
+        raise BadRowsError(total.errors, len(documents))
+    if total.errors:
+        logger.warning("Skipped %d rows that can't be used:\n%s", len(total.errors), _listing(total.errors))
+    if total.unsupervised:
+        logger.warning(
+            "Left out %d rows without an answer of two tokens within `max_length`=%s:\n%s",
+            len(total.unsupervised), arguments.max_length, _listing(total.unsupervised),
+        )  # fmt: skip
+    if len(documents) == 0:
+        raise ValueError(
+            f"`dataset`: zero tokens are supervised in {total.rows} rows ({len(total.errors)} can't be used, "
+            f"{len(total.unsupervised)} have no answer). Check `max_length`, the columns and, for rendered text, "
+            f"`assistant_marker`={arguments.assistant_marker!r}."
+        )
+    return documents, total
+
+
+def cached_dataset(path: Path, build: Callable[[Path], Dataset]) -> Dataset:
+    """The dataset saved at `path`, or what `build(scratch directory)` returns, saved there.
+
+    It appears under its name only when complete: a killed run leaves a scratch directory, never half an entry, and of
+    several processes that build the same one the first wins.
+    """
+    if path.is_dir():
+        logger.info("Reading prepared data from %s", path)
+        return load_from_disk(str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as scratch:
+        entry = Path(scratch) / "entry"
+        build(Path(scratch)).save_to_disk(str(entry))
+        try:
+            entry.rename(path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    return load_from_disk(str(path))
+
+
+def _prepare_source(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    arguments: EncodingArguments,
+    *,
+    cache_dir: Path,
+    num_proc: int | None,
+) -> tuple[Dataset, Report]:
+    rows = source.rows.with_format(None)
+    if not source.is_json:
+        if arguments.format_of(rows.column_names) is None:
+            raise ValueError(
+                f"{source.name}: none of the columns {', '.join(rows.column_names)} holds conversations; name it with "
+                "`messages_column` or `text_column`."
+            )
+        known = COLUMNS | {arguments.messages_column, arguments.text_column}
+        rows = rows.select_columns([name for name in rows.column_names if name in known])
+    key = _cache_key(rows, tokenizer, arguments, is_json=source.is_json)
+
+    def build(scratch: Path) -> Dataset:
+        row_format = _row_format(rows, arguments, is_json=source.is_json)
+        return rows.map(
+            RowEncoder(tokenizer, arguments, row_format, is_json=source.is_json),
+            batched=True,
+            batch_size=256,
+            with_indices=True,
+            num_proc=num_proc if num_proc and num_proc > 1 else None,
+            remove_columns=rows.column_names,
+            features=ROW_FEATURES,
+            cache_file_name=str(scratch / "map.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=key,
+            desc=f"Preparing {source.name}",
+        )
+
+    if len(rows) == 0:
+        return Dataset.from_dict({name: [] for name in ROW_FEATURES}, features=ROW_FEATURES), Report()
+    documents, report = _split_off_report(cached_dataset(cache_dir / key, build), source)
+    return documents, replace(report, cache_keys=[key])
+
+
+def _split_off_report(prepared: Dataset, source: Source) -> tuple[Dataset, Report]:
+    """The usable documents of a cache entry, and what became of the other rows."""
+    table = prepared.data
+    lengths, errors, numbers = (table[name].to_pylist() for name in ("length", "error", "row"))
+    report = Report(rows=len(source.rows), truncated=pc.sum(table["truncated"]).as_py() or 0)
+    for number, length, error in zip(numbers, lengths, errors, strict=True):
+        if error is not None:
+            report.errors.append(f"{source.locate(number)}: {error}")
+        elif not length:
+            report.unsupervised.append(source.locate(number))
+    if report.errors or report.unsupervised:
+        prepared = prepared.select([index for index, length in enumerate(lengths) if length])
+    return prepared.select_columns([*FEATURES, "hash"]), report
+
+
+def _row_format(rows: Dataset, arguments: EncodingArguments, *, is_json: bool) -> tuple[str, str | None]:
+    """The format of a source, which the columns of its first usable row tell, and the column named by the user."""
+    found = arguments.format_of(rows.column_names) if not is_json else None
+    for text in rows["text"] if is_json else ():
+        try:
+            found = arguments.format_of(parse_json_row(text))
+        except RowError:
+            continue
+        if found:
+            break
+    return found or ("messages", arguments.messages_column)  # every row then says what it lacks
+
+
+def _cache_key(
+    rows: Dataset, tokenizer: PreTrainedTokenizerBase, arguments: EncodingArguments, *, is_json: bool
+) -> str:
+    """Hash of everything that decides the prepared rows: the rows, the tokenizer and the arguments, by content."""
+    digest = hashlib.blake2b(digest_size=16)
+    options = {option.name: getattr(arguments, option.name) for option in fields(EncodingArguments)}
+    options["chat_template"] = read_template(arguments.chat_template)
+    state = [CACHE_VERSION, is_json, rows.column_names, options, _tokenizer_state(tokenizer)]
+    digest.update(json.dumps(state, sort_keys=True, default=str).encode())
+    for table in rows.with_format("arrow").iter(batch_size=10_000):
+        for batch in table.combine_chunks().to_batches():
+            digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    # Mere use of a tokenizer changes its state of truncation and padding, neither of which is used here.
+    backend = (
+        json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"vocab": tokenizer.get_vocab()}
+    )
+    backend |= {"truncation": None, "padding": None}
+    return [backend, tokenizer.chat_template, tokenizer.special_tokens_map]
+
+
+def _listing(rows: list[str]) -> str:
+    hidden = len(rows) - SHOWN_ROWS
+    return "\n".join([f"  {row}" for row in rows[:SHOWN_ROWS]] + ([f"  and {hidden} more"] if hidden > 0 else []))

@@ -1,0 +1,208 @@
+"""What surrounds the weights of a draft head: the embedding slot, the vocabulary map, making, loading and saving."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from ...target import deepspeed_init_suspended
+from ...target_family import embedding_weight
+from .configuration_eagle3 import SERVED_ARCHITECTURE, Eagle3DraftConfig, check_aux_layer_ids, resolve_aux_layer_ids
+from .initialization_eagle3 import copy_head_rows, start_from_layer
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """transformers reports missing and unexpected weights as a warning; here they are errors, or dealt with."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+
+
+class CheckpointMixin:
+    """Mixed into [`Eagle3DraftModel`]; apart from it so that the unroll reads alone."""
+
+    config: Eagle3DraftConfig
+
+    def _init_embedding_slot(self) -> None:
+        config = self.config
+        self._target_embedding: tuple[torch.Tensor] | None = None
+        self.embed_tokens = None
+        if config.has_own_embedding or not config.has_target_width:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            self._freeze_borrowed_width()
+
+    def _freeze_borrowed_width(self) -> None:
+        """An own embedding is trained only where the target's would not fit."""
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(not self.config.has_target_width)
+
+    def _init_vocabulary_map(self) -> None:
+        """`d2t` int64 `[D]` offsets and `t2d` bool `[V]`; None at full vocabulary, where ids are the target's."""
+        size = self.config.draft_vocab_size
+        reduced = self.config.has_reduced_vocabulary
+        self.register_buffer("d2t", torch.zeros(size, dtype=torch.int64) if reduced else None)
+        self.register_buffer("t2d", torch.arange(self.config.vocab_size) < size if reduced else None)
+
+    def set_vocabulary_map(self, d2t: torch.Tensor) -> None:
+        """Set `d2t` (int64 offsets `[D]`: target id = draft id + offset) and the `t2d` that follows from it."""
+        target_ids = torch.arange(len(d2t), device=d2t.device) + d2t
+        ascending = bool((target_ids.diff() > 0).all())
+        in_range = 0 <= target_ids[0] <= target_ids[-1] < len(self.t2d)
+        if len(d2t) != self.config.draft_vocab_size or not ascending or not in_range:
+            raise ValueError(
+                f"`d2t` must hold {self.config.draft_vocab_size} offsets to distinct ascending target ids below "
+                f"{len(self.t2d)} (`vocab_size`); it holds {len(d2t)}, to ids {target_ids.min()}..{target_ids.max()}."
+            )
+        self.d2t.copy_(d2t)
+        self.t2d.zero_()
+        self.t2d[target_ids.to(self.t2d.device)] = True
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module | torch.Tensor) -> None:
+        """Fill the slot with the target's raw embedding matrix `[V, H]`: a module with a `weight`, or the tensor.
+
+        The matrix is borrowed: no parameter of the head, never saved, moved or cast with it.
+        """
+        weight = value.weight if isinstance(value, nn.Module) else value
+        expected = (self.config.vocab_size, self.config.hidden_size)
+        if self.embed_tokens is not None:
+            raise ValueError("This head brings its own `embed_tokens`: it takes none from a target.")
+        if tuple(weight.shape) != expected:
+            raise ValueError(
+                f"The embedding is {tuple(weight.shape)}, the head needs {expected} (`vocab_size`, `hidden_size`)."
+            )
+        # In a tuple the matrix is outside `_parameters`: `.to`, DDP, DeepSpeed and `state_dict` never see it, while
+        # the parameter object still follows its owner to another device.
+        self._target_embedding = (weight,)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings `[..., H]` of the target's ids, in the compute dtype."""
+        if self.embed_tokens is not None:
+            return self.embed_tokens(input_ids).to(self.compute_dtype)
+        if self._target_embedding is None:
+            raise RuntimeError(
+                "This head borrows the target's embedding and has none yet: load it with "
+                "`from_pretrained(..., target=model)` or call `set_input_embeddings(model.get_input_embeddings())`."
+            )
+        return F.embedding(input_ids, self._target_embedding[0]).to(self.compute_dtype)
+
+    @classmethod
+    def from_target(
+        cls, target_model, *, draft_vocab_size=None, d2t=None, aux_layer_ids=None, init_from_layer=None, **options
+    ):
+        """A new head for a target: fp32, `lm_head` from the target's rows of the draft vocabulary, the rest random.
+
+        Args:
+            target_model: a transformers causal LM (or multimodal wrapper of one).
+            draft_vocab_size: None = the length of `d2t`, or the full vocabulary without one.
+            d2t: int64 offsets `[D]`, see [`draftsmith.data.build_vocabulary_map`].
+            init_from_layer: index of the target's decoder layer that the head starts from (-1 = the last one), for
+                targets whose layers are shaped like the head's; None = random.
+            aux_layer_ids, options: as in [`Eagle3DraftConfig.from_target`].
+        """
+        embedding = embedding_weight(target_model)
+        if draft_vocab_size is None and d2t is not None:
+            draft_vocab_size = len(d2t)
+        options = {"vocab_size": embedding.shape[0], **options}
+        config = cls.config_class.from_target(
+            target_model.config, draft_vocab_size=draft_vocab_size, aux_layer_ids=aux_layer_ids, **options
+        )
+        if config.has_reduced_vocabulary and d2t is None:
+            raise ValueError(
+                f"`draft_vocab_size` {draft_vocab_size} is below the target's {config.vocab_size}: pass `d2t`, the "
+                "map to target ids (`draftsmith.data.build_vocabulary_map` makes one)."
+            )
+        with deepspeed_init_suspended():
+            model = cls(config)
+        if config.has_reduced_vocabulary:
+            model.set_vocabulary_map(d2t)
+        if model.embed_tokens is None:
+            model.set_input_embeddings(embedding)
+            copy_head_rows(model, target_model)
+        if init_from_layer is not None:
+            start_from_layer(model, target_model, init_from_layer)
+        return model
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, target=None, **kwargs):
+        """Load a head: ours, or one published in the `LlamaForCausalLMEagle3` layout.
+
+        Args:
+            target: the target model, whose embedding fills the slot (a head that brings its own keeps it).
+            args, kwargs: as in [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            ValueError: weights are missing from the checkpoint, its vocabulary map is missing or wrong, or its
+                auxiliary layers do not fit the target.
+        """
+        return_info = kwargs.pop("output_loading_info", False)
+        load = partial(super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True)
+        with deepspeed_init_suspended(), _without_load_report():
+            model, info = load(**kwargs)
+            if (
+                "embed_tokens.weight" in info["unexpected_keys"]
+            ):  # known only now: build the head anew with a place for it
+                model.config.has_own_embedding = True
+                model, info = load(**{**kwargs, "config": model.config})
+        model._check_loaded(pretrained_model_name_or_path, set(info["missing_keys"]), set(info["unexpected_keys"]))
+        if target is not None:
+            model.fit_to_target(target)
+        return (model, info) if return_info else model
+
+    def _check_loaded(self, source, missing: set[str], unexpected: set[str]) -> None:
+        if unexpected := unexpected - {"d2t", "t2d"}:  # some heads write the identity map at full vocabulary
+            logger.warning("%s: ignored weights that no draft head has: %s", source, ", ".join(sorted(unexpected)))
+        self._freeze_borrowed_width()
+        if {"d2t", "t2d"} <= missing:
+            raise ValueError(
+                f"{source}: `draft_vocab_size` {self.config.draft_vocab_size} is below `vocab_size` "
+                f"{self.config.vocab_size}, but the checkpoint has neither `d2t` nor `t2d` to map the ids."
+            )
+        if missing - {"d2t", "t2d"}:
+            raise ValueError(f"{source}: weights are missing from the checkpoint: {', '.join(sorted(missing))}.")
+        if self.d2t is None:
+            return
+        from_mask = torch.nonzero(self.t2d).squeeze(1)
+        if "d2t" in missing:
+            self.set_vocabulary_map(from_mask - torch.arange(len(from_mask)))
+        elif "t2d" in missing:
+            self.set_vocabulary_map(self.d2t.clone())
+        elif not torch.equal(from_mask, torch.arange(len(self.d2t)) + self.d2t):
+            raise ValueError(
+                f"{source}: `t2d` and `d2t` name different target ids; one of them belongs to another head."
+            )
+
+    def fit_to_target(self, target) -> None:
+        """Borrow the target's embedding, unless the head brings its own, and check the auxiliary layers."""
+        num_layers = target.config.get_text_config(decoder=True).num_hidden_layers
+        if self.config.eagle_aux_hidden_state_layer_ids is None:
+            self.config.eagle_aux_hidden_state_layer_ids = resolve_aux_layer_ids(None, num_layers)
+        check_aux_layer_ids(self.config.eagle_aux_hidden_state_layer_ids, num_layers)
+        if self.embed_tokens is None:
+            self.set_input_embeddings(embedding_weight(target))
+
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs) -> None:
+        """Write the layout that vLLM and SGLang serve; as in [`~transformers.PreTrainedModel.save_pretrained`]."""
+        saved_dtype = None if state_dict is None else state_dict["fc.weight"].dtype
+        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        self.config.architectures = [SERVED_ARCHITECTURE]  # transformers writes the class name here
+        if saved_dtype is not None and is_main_process:  # and the dtype of the live parameters, not of what was saved
+            self.config.dtype = saved_dtype
+            self.config.save_pretrained(save_directory)

@@ -1,0 +1,192 @@
+"""The layers of a draft head: norm, rotary embedding, attention, decoder layer, output head.
+
+Shapes: B batch, S rows, Q querying rows, H draft width, Hq / Hkv query / key heads, d head width.
+"""
+
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .configuration_eagle3 import Eagle3DraftConfig
+
+
+StepKeys = tuple[torch.Tensor, torch.Tensor]  # rotated keys and values of one step, each [B, Hkv, S, d]
+
+
+class Eagle3RMSNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        # An fp32 master weight under bf16 compute would turn the activations fp32.
+        return super().forward(hidden_states).to(hidden_states.dtype)
+
+
+class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
+    """The target's rotary frequencies, always fp32 and never recomputed from a batch.
+
+    `dynamic` and `longrope` depend on the sequence length in transformers, which would make packed documents differ
+    from separate ones; they are frozen at what servers use for `max_position_embeddings`.
+    """
+
+    # Without the wrapper that recomputes the frequencies from the positions of the batch.
+    forward = inspect.unwrap(LlamaRotaryEmbedding.forward)
+
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__(config)
+        self.reset_frequencies()
+
+    def reset_frequencies(self) -> None:
+        inv_freq, self.attention_scaling = served_rope_frequencies(self.config)
+        self.inv_freq.data = inv_freq.to(self.inv_freq.device)
+        self.original_inv_freq.data = self.inv_freq.data.clone()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.inv_freq.device.type != "meta":
+            self.reset_frequencies()  # `.to(bfloat16)` would round them
+        return self
+
+
+def served_rope_frequencies(config: Eagle3DraftConfig) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies fp32 `[d / 2]` and the attention scaling that vLLM and SGLang use for this config."""
+    rope = config.rope_parameters
+    if rope["rope_type"] == "default":
+        return LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    served_length = None
+    if rope["rope_type"] == "longrope":
+        served_length = config.max_position_embeddings
+    elif rope["rope_type"] == "dynamic":  # servers build their table for the extended length
+        served_length = int(config.max_position_embeddings * rope["factor"])
+    return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=served_length)
+
+
+class Eagle3Attention(nn.Module):
+    """Attention over `[embedding ; recurrent state]`: causal on step-0 keys, one key per row of every later step."""
+
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        self.config = config
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        width, bias = config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, S, 2H]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        query_rows: torch.Tensor | None,
+        earlier_keys: list[StepKeys],
+        cache: Cache | None,
+        visibility: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attended rows `[B, Q, H]` and this step's rotated keys and values `[B, Hkv, S, d]`."""
+        query_states = hidden_states if query_rows is None else hidden_states[:, query_rows]
+        query, key, value = (
+            projection(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection, states in (
+                (self.q_proj, query_states),
+                (self.k_proj, hidden_states),
+                (self.v_proj, hidden_states),
+            )
+        )
+        cos, sin = position_embeddings
+        if query_rows is None:
+            query, key = apply_rotary_pos_emb(query, key, cos, sin)
+        else:
+            query, _ = apply_rotary_pos_emb(query, query, cos[:, query_rows], sin[:, query_rows])
+            _, key = apply_rotary_pos_emb(key, key, cos, sin)
+        if cache is not None:
+            key, value = cache.update(key, value, 0)
+        attended = self._attend(query, [*earlier_keys, (key, value)], visibility)  # [B, Q, Hq, d]
+        return self.o_proj(attended.flatten(2)), key, value
+
+    def _attend(self, query, step_keys, visibility) -> torch.Tensor:
+        (key, value), *diagonals = step_keys
+        attend = partial(
+            ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
+            self,
+            query,
+            scaling=self.scaling,
+            dropout=0.0,
+        )
+        if self.config._attn_implementation == "block_sparse_flash":
+            keys, values = [k for k, _ in diagonals], [v for _, v in diagonals]
+            return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **visibility)[0]
+        mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **visibility)
+        key, value = (torch.cat(states, dim=2) for states in zip(*step_keys, strict=True))
+        return attend(key, value, mask)[0]
+
+
+class Eagle3DecoderLayer(nn.Module):
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = Eagle3Attention(config)
+        self.mlp = LlamaMLP(config)
+
+    def forward(
+        self,
+        inputs_embeds: torch.Tensor,  # [B, S, H]
+        hidden_states: torch.Tensor,  # [B, S, H]
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        query_rows: torch.Tensor | None = None,
+        earlier_keys: list[StepKeys] = (),  # type: ignore[assignment]
+        cache: Cache | None = None,
+        visibility: dict[str, Any] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output of the querying rows `[B, Q, H]`, and the keys and values of all rows."""
+        normed = self.hidden_norm(hidden_states)
+        residual = normed if self.norm_before_residual else hidden_states
+        residual = residual if query_rows is None else residual[:, query_rows]
+        attention_input = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
+        attended, key, value = self.self_attn(
+            attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}
+        )
+        hidden_states = residual + attended
+        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states, key, value
+
+
+class Eagle3Head(nn.Linear):
+    def forward(self, hidden_states, loss=None):
+        # Under ZeRO-3 a weight is whole only inside its own module's forward, so the streamed loss runs in here.
+        return super().forward(hidden_states) if loss is None else loss(hidden_states, self.weight)
+
+
+def banded_mask(
+    document_ids: torch.Tensor,
+    query_positions: torch.Tensor,
+    sliding_window: int | None,
+    num_diagonals: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The dense additive mask `[B, 1, Q, T + J * Q]` of the banded diagonal, for `eager` and `sdpa`."""
+    rows = query_positions[:, :, None]  # [B, Q, 1]
+    columns = torch.arange(document_ids.shape[1], device=document_ids.device)  # [T]
+    query_documents = document_ids.gather(1, query_positions.clamp(min=0))[:, :, None]
+    visible = (columns <= rows) & (document_ids[:, None] == query_documents) & (query_documents >= 0)  # [B, Q, T]
+    if sliding_window is not None:
+        visible &= rows - columns < sliding_window
+    diagonal = torch.eye(rows.shape[1], dtype=torch.bool, device=visible.device).expand(len(visible), -1, -1)
+    visible = torch.cat([visible, *[diagonal] * num_diagonals], dim=-1)
+    return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[:, None]

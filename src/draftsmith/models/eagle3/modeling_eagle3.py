@@ -1,0 +1,261 @@
+"""The EAGLE-3 draft head: one decoder layer over fused target states, unrolled over training-time-test steps.
+
+Shapes: B batch, T tokens, K steps, H draft width, Ht target width, n auxiliary states, V target vocabulary, D draft
+vocabulary, Hkv key heads, d head width, R_k the supervised rows of step k, N = B * T flattened rows.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from ... import alignment
+from ...ops import DraftLossSums, streaming_draft_loss
+from .checkpoint_eagle3 import CheckpointMixin
+from .configuration_eagle3 import Eagle3DraftConfig
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
+
+
+@dataclass
+class Eagle3Output(ModelOutput):
+    """The loss, differentiable, and each step's detached sums: metrics reduce sums over ranks first, then divide."""
+
+    loss: torch.Tensor | None = None
+    raw_sums: DraftLossSums | None = None
+
+
+class Eagle3DraftModel(CheckpointMixin, PreTrainedModel):
+    """A draft head. Parameters are named as servers read them; see [`Eagle3DraftConfig`] for the options."""
+
+    config_class = Eagle3DraftConfig
+    base_model_prefix = "draft"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # Trainer hands the global token count to forward
+    _no_split_modules = ["Eagle3DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def __init__(self, config: Eagle3DraftConfig):
+        if config._attn_implementation is None:
+            config._attn_implementation = "block_sparse_flash"
+        super().__init__(config)
+        width, fused_width = config.hidden_size, config.num_aux_hidden_states * config.target_hidden_size
+        norm = partial(Eagle3RMSNorm, eps=config.rms_norm_eps)
+        if config.norm_before_fc:
+            self.input_norm = norm(fused_width)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(norm(config.target_hidden_size) for _ in range(config.num_aux_hidden_states))
+        self.fc = nn.Linear(fused_width, width, bias=False)
+        self.midlayer = Eagle3DecoderLayer(config)
+        self.norm = norm(width)
+        self.lm_head = Eagle3Head(width, config.draft_vocab_size, bias=False)
+        self.rotary_emb = Eagle3RotaryEmbedding(config)
+        self._init_embedding_slot()
+        self._init_vocabulary_map()
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Eagle3RotaryEmbedding):
+            module.reset_frequencies()
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        device_type = self.fc.weight.device.type
+        return (
+            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.fc.weight.dtype
+        )
+
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The first recurrent state h^0 `[..., H]` of auxiliary states `[..., n * Ht]`."""
+        hidden_states = aux_hidden_states.to(self.compute_dtype)
+        if self.config.norm_before_fc:
+            hidden_states = self.input_norm(hidden_states)
+        if self.config.fc_norm:
+            parts = hidden_states.chunk(len(self.fc_norm), dim=-1)
+            hidden_states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(hidden_states)
+
+    def draft_step(
+        self,
+        input_ids: torch.Tensor,
+        hidden_states: torch.Tensor,
+        position_ids: torch.Tensor,
+        cache: Cache,
+        attention_mask: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One drafting step with a KV cache: what a server runs.
+
+        Args:
+            input_ids: `[B, S]`, the target's id of the token after each row.
+            hidden_states: `[B, S, H]`, fused target features or the recurrent states of the step before.
+            position_ids: `[B, S]`.
+            cache: keys and values of earlier rows; extended in place.
+            attention_mask: `[B, past + S]`, 0 = padding, on the left; a sliding window counts columns.
+
+        Returns:
+            logits `[B, S, D]` over the draft vocabulary and the next recurrent states `[B, S, H]`.
+        """
+        batch, length = input_ids.shape
+        total = cache.get_seq_length() + length
+        if attention_mask is None:
+            attention_mask = input_ids.new_ones(batch, total)
+        columns = torch.arange(total - length, total, device=input_ids.device)
+        inputs_embeds = self.embed(input_ids)
+        output, _, _ = self.midlayer(
+            inputs_embeds,
+            hidden_states.to(inputs_embeds.dtype),
+            self.rotary_emb(inputs_embeds, position_ids),
+            cache=cache,
+            visibility={
+                "document_ids": attention_mask.long() - 1,
+                "query_positions": columns.where(attention_mask[:, -length:].bool(), -1),
+                "sliding_window": self.config.sliding_window,
+            },
+        )
+        normed = self.norm(output)
+        return self.lm_head(normed), normed if self.config.norm_output else output
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        aux_hidden_states: torch.Tensor,
+        teacher_hidden_states: torch.Tensor,
+        teacher_head: torch.Tensor,
+        loss_mask: torch.Tensor | None = None,
+        *,
+        document_ids: torch.Tensor | None = None,
+        turn_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        row_sets: list[torch.Tensor] | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ttt_steps: int = 7,
+        ttt_step_loss_decay: float = 0.8,
+        objective: str = "kl",
+        loss_normalization: str = "token",
+        teacher_bias: torch.Tensor | None = None,
+        teacher_softcap: float | None = None,
+    ) -> Eagle3Output:
+        """The training loss over all steps, computed for supervised rows only.
+
+        Args:
+            input_ids: `[B, T]`.
+            aux_hidden_states: `[B, T, n * Ht]`, the target's states at the config's layer ids, concatenated.
+            teacher_hidden_states: `[B, T, Ht]` after the target's final norm, logit scales folded in; or, with
+                `row_sets`, `[|R_0|, Ht]` where entry i belongs to position R_0[i] + 1.
+            teacher_head: `[V, Ht]`.
+            loss_mask: `[B, T]`, nonzero on supervised tokens; may be None with `row_sets`.
+            document_ids: `[B, T]` int, contiguous runs, -1 = padding; None = one document per batch row.
+            turn_ids: `[B, T]` int; None = a contiguous run of `loss_mask` is one turn.
+            position_ids: `[B, T]` int; None = counted from each document's start.
+            row_sets: K ascending int64 tensors as [`alignment.row_sets`] makes them; None = made here.
+            num_items_in_batch: the denominator N of the global batch; None = this batch's.
+            ttt_steps: K.
+            ttt_step_loss_decay: step k weighs `decay ** k`.
+            objective: `kl`, `ce`, `tv`, `lk_alpha` or `lk_lambda`.
+            loss_normalization: `token`, or `sequence`: every document weighs the same.
+            teacher_bias, teacher_softcap: of the target's head.
+
+        Raises:
+            ValueError: neither `loss_mask` nor `row_sets`, fewer `row_sets` than steps, or an unknown option.
+            RuntimeError: the embedding slot is empty.
+        """
+        row_sets = self._row_sets(row_sets, loss_mask, document_ids, turn_ids, ttt_steps)
+        documents = alignment.unique_document_ids(document_ids, input_ids).flatten()  # [N]
+        tokens, rows = input_ids.flatten(), row_sets[0]
+        if position_ids is None:
+            position_ids = alignment.positions_within_documents(documents)
+        if teacher_hidden_states.dim() == 3:
+            teacher_hidden_states = teacher_hidden_states.flatten(0, 1)[rows + 1]
+        row_weights = None
+        if loss_normalization == "sequence":
+            row_weights, num_documents = alignment.sequence_weights(rows, documents)
+            num_items_in_batch = num_documents if num_items_in_batch is None else num_items_in_batch
+        elif loss_normalization != "token":
+            raise ValueError(f"`loss_normalization` is {loss_normalization!r}: pass 'token' or 'sequence'.")
+        states = self._unroll(tokens, aux_hidden_states.flatten(0, 1), documents, position_ids.flatten(), row_sets)
+        loss = partial(
+            streaming_draft_loss,
+            teacher_states=teacher_hidden_states.to(states[0].dtype),
+            teacher_weight=teacher_head,
+            row_sets=row_sets,
+            labels=tokens[rows + 2],
+            t2d=self.t2d,
+            objective=objective,
+            step_weights=[ttt_step_loss_decay**step for step in range(ttt_steps)],
+            row_weights=row_weights,
+            num_items=num_items_in_batch,
+            teacher_bias=teacher_bias,
+            teacher_softcap=teacher_softcap,
+        )
+        return Eagle3Output(*self.lm_head(states, loss=loss))
+
+    def _row_sets(self, row_sets, loss_mask, document_ids, turn_ids, ttt_steps) -> list[torch.Tensor]:
+        if row_sets is None:
+            if loss_mask is None:
+                raise ValueError("`loss_mask` is needed where `row_sets` are not given.")
+            row_sets = alignment.row_sets(loss_mask, document_ids, turn_ids, ttt_steps=ttt_steps)
+        if len(row_sets) < ttt_steps:
+            raise ValueError(
+                f"`row_sets` has {len(row_sets)} steps but `ttt_steps` is {ttt_steps}: collate with that many."
+            )
+        return [rows.to(self.fc.weight.device, non_blocking=True) for rows in row_sets[:ttt_steps]]
+
+    def _unroll(self, tokens, aux_hidden_states, documents, positions, row_sets) -> list[torch.Tensor]:
+        """Normed outputs `[|R_k|, H]` of the K steps.
+
+        At step 0 every row gives a key and a value, but only R_0 queries. Later a row sees nothing but its document's
+        step-0 keys and its own later keys, so step k computes R_k alone.
+        """
+        run_layer = self.midlayer
+        if self.gradient_checkpointing and self.training:
+            run_layer = partial(self._gradient_checkpointing_func, self.midlayer.__call__)
+        window = self.config.sliding_window
+        hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
+        computed_rows = torch.arange(len(tokens), device=tokens.device)
+        step_keys: list[StepKeys] = []
+        normed_outputs: list[torch.Tensor] = []
+        for step, rows in enumerate(row_sets):
+            if step > 0:
+                hidden_states = hidden_states[:, torch.searchsorted(row_sets[step - 1], rows)]
+                computed_rows = rows
+            next_tokens = tokens[(computed_rows + 1 + step).clamp(max=len(tokens) - 1)]
+            inputs_embeds = self.embed(next_tokens)[None]
+            hidden_states, key, value = run_layer(
+                inputs_embeds,
+                hidden_states,
+                self.rotary_emb(inputs_embeds, positions[None, computed_rows] + step),
+                rows if step == 0 else None,
+                _visible_keys(step_keys, row_sets, step, window),
+                None,
+                {
+                    "document_ids": documents[None],
+                    "query_positions": rows[None],
+                    "sliding_window": None
+                    if window is None
+                    else window - step,  # it counts from the query's own position
+                },
+            )
+            step_keys.append((key, value))
+            normed_outputs.append(self.norm(hidden_states)[0])
+            if self.config.norm_output:
+                hidden_states = normed_outputs[-1][None]
+        return normed_outputs
+
+
+def _visible_keys(
+    step_keys: list[StepKeys], row_sets: list[torch.Tensor], step: int, window: int | None
+) -> list[StepKeys]:
+    """Step-0 keys, then those of steps 1..step-1 for this step's rows; what is outside the window is dropped."""
+    visible = step_keys[:1]
+    for earlier in range(1, step):
+        if window is None or step - earlier < window:
+            kept = torch.searchsorted(row_sets[earlier], row_sets[step])
+            key, value = step_keys[earlier]
+            visible.append((key[:, :, kept], value[:, :, kept]))
+    return visible

@@ -1,0 +1,12 @@
+"""Mathematics of draft-head training: tensors in, tensors out."""
+
+from .block_sparse_attention import block_sparse_flash_attention
+from .streaming_loss import DraftLossSums, streaming_cross_entropy, streaming_draft_loss
+
+
+__all__ = [
+    "DraftLossSums",
+    "block_sparse_flash_attention",
+    "streaming_cross_entropy",
+    "streaming_draft_loss",
+]

@@ -1,0 +1,167 @@
+"""What differs from one target family to the next: decoder, layers, output head, logit scale, rope, recurrent layers.
+
+A family that transformers adds is usually one entry in a table here and one model in `tests/tiny_models.py`.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import is_peft_available
+
+
+# Config field -> factor on the logits.
+_LOGIT_SCALES: dict[str, Callable[[float], float]] = {
+    "logits_scaling": lambda value: 1 / value,  # Granite
+    "logit_scale": float,  # Cohere
+    "lm_head_multiplier": float,  # Falcon-H1
+    "output_multiplier": float,  # Muse
+    "logits_mup_width_multiplier": lambda value: 1 / value,  # Inkling
+}
+_MULTIPLIES_BY_LOGITS_SCALING = {"hyperclovax"}  # Granite's field with the opposite meaning
+_SOFTCAP_FIELDS = ("final_logit_softcapping", "logits_soft_cap")
+_RECURRENT_LAYER_TYPES = {"linear_attention", "mamba", "conv", "recurrent", "hybrid", "hybrid_sliding"}
+
+
+def config_field(config: PreTrainedConfig, name: str) -> Any:
+    """A field that only some families have; None elsewhere."""
+    return getattr(config, name, None)
+
+
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The transformers model inside a PEFT wrapper, adapters included; other models unchanged."""
+    if is_peft_available():
+        from peft import PeftModel
+
+        if isinstance(model, PeftModel):
+            return model.get_base_model()
+    return model
+
+
+def text_decoder(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The module that runs embedding, layers and final norm, and its layers."""
+    depth = config.num_hidden_layers
+    stacks = [
+        (module, child)
+        for module in base_model(model).get_decoder().modules()
+        if isinstance(module, PreTrainedModel)
+        for child in module.children()
+        if isinstance(child, nn.ModuleList) and len(child) == depth
+    ]
+    if len(stacks) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(stacks)} module lists of {depth} layers, so the outputs of its decoder "
+            "layers cannot be read. Use a decoder-only target whose layers form one list."
+        )
+    return stacks[0]
+
+
+def checked_layer_ids(ids: Sequence[int], depth: int) -> tuple[int, ...]:
+    """`ids` as given, or `ValueError`. `i` means `hidden_states[i]`, the output of decoder layer `i - 1`."""
+    if not ids or list(ids) != sorted(set(ids)) or ids[0] < 1 or ids[-1] > depth - 1:
+        raise ValueError(
+            f"`aux_layer_ids={list(ids)}` must be distinct, ascending and within 1..{depth - 1} for a target of "
+            f"{depth} layers (`i` means `hidden_states[i]`, the output of decoder layer `i - 1`). Pass other ids."
+        )
+    return tuple(ids)
+
+
+def recurrent_layers(decoder: nn.Module, config: PreTrainedConfig) -> list[str]:
+    """Layer types or mixer classes that carry a state along the row, which no mask can reset between documents."""
+    types = _RECURRENT_LAYER_TYPES & set(config_field(config, "layer_types") or ())
+    # All state-space and linear-attention mixers of transformers begin with a short convolution; attention never does.
+    mixers = {type(m).__name__ for m in decoder.modules() if any(isinstance(c, nn.Conv1d) for c in m.children())}
+    return sorted(types | mixers)
+
+
+def logit_scale(config: PreTrainedConfig) -> float:
+    """The factor between `lm_head(last_hidden_state)` and the logits (before a soft cap)."""
+    scale = 1.0
+    for field, factor in _LOGIT_SCALES.items():
+        if (value := config_field(config, field)) is not None:
+            scale *= value if config.model_type in _MULTIPLIES_BY_LOGITS_SCALING else factor(value)
+    return scale
+
+
+def softcap(config: PreTrainedConfig) -> float | None:
+    return next((cap for field in _SOFTCAP_FIELDS if (cap := config_field(config, field))), None)
+
+
+@torch.no_grad()
+def head_tensors(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Whole, plain, dequantised `weight` [V, Ht] and `bias` [V] of the output head; the live ones if already plain."""
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} has no output head: load it with `AutoModelForCausalLM`.")
+    weight, bias = head.weight, head.bias
+    if isinstance(weight, DTensor):
+        return weight.full_tensor(), None if bias is None else bias.full_tensor()
+    if type(head) is nn.Linear and type(weight) is nn.Parameter and weight.is_floating_point():
+        return weight, bias
+    # Quantised or adapted: whatever the module does is linear, so the identity matrix reads it out exactly.
+    width, dtype = head.in_features, model.dtype
+    probe = torch.cat([torch.zeros(1, width), torch.eye(width)]).to(weight.device, dtype)
+    outputs = head(probe)  # [1 + Ht, V]
+    offset = outputs[0]
+    return (outputs[1:] - offset).T.contiguous(), offset if bool(offset.any()) else None
+
+
+def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The raw input embedding matrix [Vemb, Ht]; scaled embedding modules scale outside of it."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not embedding.weight.is_floating_point():
+        raise ValueError(
+            f"The input embedding is a {type(embedding).__name__}, whose matrix servers do not share with a draft "
+            "head. Merge the adapter (`merge_and_unload()`) or leave `embed_tokens` unquantised."
+        )
+    weight = embedding.weight
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def precision(model: PreTrainedModel) -> str:
+    """What the weights are served in: the GGUF file, the quantisation method, or the dtype."""
+    model = base_model(model)
+    if (gguf_file := vars(model).get("gguf_file")) is not None:
+        return Path(gguf_file).name
+    quantization = config_field(model.config, "quantization_config")
+    if quantization is None:
+        return str(model.dtype).removeprefix("torch.")
+    return (quantization if isinstance(quantization, dict) else quantization.to_dict())["quant_method"].lower()
+
+
+@torch.no_grad()
+def freeze_rope(decoder: nn.Module) -> None:
+    """Fix `dynamic` and `longrope` frequencies at the ones vLLM and SGLang use for `max_position_embeddings`.
+
+    transformers takes them from the largest position of each batch, so that a document's states would depend on its
+    neighbours.
+    """
+    rotary: Any
+    for rotary in decoder.modules():
+        kinds = vars(rotary).get("rope_type")
+        if isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                kinds[layer_type] = _freeze_frequencies(rotary, kind, f"{layer_type}_", {"layer_type": layer_type})
+        elif isinstance(kinds, str):
+            rotary.rope_type = _freeze_frequencies(rotary, kinds, "", {})
+
+
+def _freeze_frequencies(rotary: Any, kind: str, prefix: str, layer: dict[str, str]) -> str:
+    """Returns the rope type to store; any name unknown to transformers' update stops it."""
+    config = rotary.config
+    parameters = config.rope_parameters[layer["layer_type"]] if layer else config.rope_parameters
+    if "dynamic" not in kind and kind != "longrope":
+        return kind
+    if "alpha" not in parameters:  # frequencies scaled by `alpha` do not depend on the length
+        stretch = parameters["factor"] if "dynamic" in kind else 1
+        inv_freq = getattr(rotary, f"{prefix}inv_freq")
+        length = int(config.max_position_embeddings * stretch)
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](config, inv_freq.device, seq_len=length, **layer)
+        inv_freq.copy_(frequencies)
+        setattr(rotary, f"{prefix}attention_scaling", scaling)
+    return "frozen"

@@ -1,0 +1,87 @@
+"""Training arguments: those of transformers, and how the head is unrolled and scored."""
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+
+OBJECTIVES = ("kl", "ce", "tv", "lk_alpha", "lk_lambda")
+LOSS_NORMALIZATIONS = ("token", "sequence")
+
+
+@dataclass
+class Eagle3TrainingArguments(TrainingArguments):
+    """[`~transformers.TrainingArguments`] plus the choices of EAGLE-3 training.
+
+    Defaults that differ: `learning_rate` 1e-4, `warmup_steps` 0.03 (a share of all steps), `adam_beta2` 0.95,
+    `logging_steps` 10, `remove_unused_columns` False, `logging_nan_inf_filter` False (it hides NaN and synchronises
+    every micro-batch).
+    """
+
+    # The unroll
+    ttt_steps: int = field(
+        default=7, metadata={"help": "Training-time-test steps K: how far ahead the head is trained."}
+    )
+    ttt_step_loss_decay: float = field(default=0.8, metadata={"help": "Step k weighs `decay ** k` in the loss."})
+
+    # The loss
+    objective: str = field(
+        default="kl",
+        metadata={
+            "help": "Loss of one (row, step) pair: `kl` to the target's distribution, `ce` of the hard label, `tv` "
+            "distance, `lk_alpha` (negative log of the acceptance probability) or `lk_lambda` (KL and TV, weighted by "
+            "acceptance)."
+        },
+    )
+    loss_normalization: str = field(
+        default="token",
+        metadata={"help": "`token`: every supervised row weighs the same; `sequence`: every document does."},
+    )
+
+    # The target
+    keep_target_states: bool = field(
+        default=False,
+        metadata={
+            "help": "Keep the target's states of every training row in host memory, so that later epochs skip its "
+            "forward. For small data: a token takes (aux layers + 1) * width values. Needs a batch size of 1 "
+            "per device."
+        },
+    )
+
+    # Defaults and texts that differ from transformers
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"help": "A checkpoint directory to go on from; `auto`: the last whole one in `output_dir`, if any."},
+    )
+    learning_rate: float = field(default=1e-4, metadata={"help": "The initial learning rate of AdamW."})
+    warmup_steps: float = field(default=0.03, metadata={"help": "Warm-up: steps, or a share of all steps if below 1."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps, or a share if below 1."})
+    remove_unused_columns: bool = field(
+        default=False, metadata={"help": "Keep False: the collator needs every column."}
+    )
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Hide NaN and infinite losses from the log."}
+    )
+
+    def __post_init__(self):
+        # transformers asks for `use_cpu` before it allows bf16 on a machine that has nothing else.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+        for name, allowed in (("objective", OBJECTIVES), ("loss_normalization", LOSS_NORMALIZATIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"`{name}` is {getattr(self, name)!r}: pass one of {', '.join(allowed)}.")
+        if self.keep_target_states and self.per_device_train_batch_size != 1:
+            raise ValueError(
+                "`keep_target_states` needs `per_device_train_batch_size=1`: batches change with every epoch."
+            )
+        if self.ttt_steps < 1:
+            raise ValueError(f"`ttt_steps` is {self.ttt_steps}: the head needs at least one step.")
+        if not self.average_tokens_across_devices:
+            raise ValueError(
+                "`average_tokens_across_devices=False` would weigh a rank with one supervised token like a rank with "
+                "many; leave it True."
+            )
+        # accelerate's dispatcher would slice the row sets of a batch as if they were rows.
+        self.accelerator_config.dispatch_batches = False

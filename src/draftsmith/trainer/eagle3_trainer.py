@@ -1,0 +1,198 @@
+"""`Trainer` for draft heads: runs the frozen target, normalises by the global count, reduces metrics as sums."""
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..data import DraftCollator
+from ..models.eagle3 import Eagle3DraftModel
+from ..target import FrozenTarget, TargetStates
+from .arguments import Eagle3TrainingArguments
+from .metrics import MetricSums, draft_metrics
+
+
+logger = logging.getLogger(__name__)
+
+
+class Eagle3Trainer(Trainer):
+    """Trains an [`Eagle3DraftModel`] beside its frozen target.
+
+    Args:
+        model: the head; its trainable parameters are raised to fp32, the compute dtype is `args.bf16`'s.
+        target: the target model, or a [`FrozenTarget`] of it.
+        args: [`Eagle3TrainingArguments`].
+        train_dataset, eval_dataset: rows as `draftsmith prepare` makes them: `input_ids`, `loss_mask`, and optionally
+            `turn_ids` and `document_lengths`.
+        processing_class: the target's tokenizer, saved beside checkpoints.
+        kwargs: as for [`~transformers.Trainer`].
+    """
+
+    args: Eagle3TrainingArguments
+
+    def __init__(
+        self,
+        model: Eagle3DraftModel,
+        target: PreTrainedModel | FrozenTarget,
+        args: Eagle3TrainingArguments,
+        *,
+        train_dataset: Dataset | None = None,
+        eval_dataset: Dataset | dict[str, Dataset] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ):
+        _refuse_unsupported_launches(args)
+        if not isinstance(target, FrozenTarget):
+            if target.device.type == "cpu":  # one that was loaded onto devices, or quantised there, stays where it is
+                target.to(args.device)
+            model.fit_to_target(target)
+            target = FrozenTarget(target, model.config.eagle_aux_hidden_state_layer_ids)
+        self.target = target
+        model.fit_to_target(target.model)
+        for parameter in model.parameters():
+            if parameter.requires_grad:  # fp32 masters, however the head was loaded
+                parameter.data = parameter.data.float()
+        kwargs.setdefault("data_collator", DraftCollator(args.ttt_steps))
+        self._train_sums, self._eval_sums = MetricSums(), MetricSums()
+        self._kept_states: dict[int, TargetStates] = {}
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            **kwargs,
+        )
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
+        """The denominator N of an optimizer step: supervised rows (or documents) of all micro-batches and ranks."""
+        count = self._count_documents if self.args.loss_normalization == "sequence" else _count_rows
+        items = torch.tensor(sum(count(batch) for batch in batch_samples), device=device)
+        return self.accelerator.gather(items).sum() if self.args.world_size > 1 else items
+
+    @staticmethod
+    def _count_documents(batch: dict[str, Any]) -> int:
+        rows, length = batch["row_sets"][0], batch["document_ids"].shape[1]
+        documents = batch["document_ids"].flatten()[rows] + rows // length * length
+        return torch.unique_consecutive(documents).numel()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
+        teacher_rows = inputs["row_sets"][0] + 1
+        draft_inputs = {
+            "input_ids": inputs["input_ids"],
+            "aux_hidden_states": states.aux_hidden_states,
+            "teacher_hidden_states": states.last_hidden_state.flatten(0, 1)[teacher_rows],
+            "teacher_head": self.target.head_weight,
+            "teacher_bias": self.target.head_bias,
+            "teacher_softcap": self.target.softcap,
+            "document_ids": inputs["document_ids"],
+            "position_ids": inputs["position_ids"],
+            "row_sets": inputs["row_sets"],
+            "ttt_steps": self.args.ttt_steps,
+            "ttt_step_loss_decay": self.args.ttt_step_loss_decay,
+            "objective": self.args.objective,
+            "loss_normalization": self.args.loss_normalization,
+        }
+        loss, outputs = super().compute_loss(
+            model, draft_inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+        )
+        sums = self._train_sums if model.training else self._eval_sums
+        scalars = {"num_tokens": (inputs["document_ids"] >= 0).sum()}
+        if num_items_in_batch is not None:
+            scalars["unsupervised_batches"] = num_items_in_batch == 0
+        if self.args.loss_normalization == "sequence":
+            scalars["num_documents"] = torch.tensor(self._count_documents(inputs), device=loss.device)
+        sums.add(outputs.raw_sums, **scalars)
+        return (loss, outputs) if return_outputs else loss
+
+    def _target_states(self, inputs: dict[str, Any], *, keep: bool) -> TargetStates:
+        tensors = {name: inputs[name] for name in ("input_ids", "position_ids", "document_ids")}
+        if not keep:
+            return self.target(**tensors)
+        key = hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors.values()))
+        if key not in self._kept_states:
+            self._kept_states[key] = self.target(**tensors).to("cpu")
+        return self._kept_states[key].to(self.args.device)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:  # a training log, made on every rank
+            sums = self._train_sums.reduce(self.accelerator)
+            logs = {**logs, **draft_metrics(sums), "num_tokens": sums["num_tokens"][0]}
+            if empty := sums["unsupervised_batches"][0]:
+                logger.warning(
+                    f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step."
+                )
+        super().log(logs, start_time)
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, inputs)
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
+        """Loss and metrics of the whole set from its raw sums: means of batch means would weigh short batches more."""
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = self._eval_sums.reduce(self.accelerator)
+        items = sums["num_documents"] if self.args.loss_normalization == "sequence" else sums["rows"]
+        loss = sum(self.args.ttt_step_loss_decay**step * total for step, total in enumerate(sums["loss"]))
+        metrics = {"loss": loss / max(items[0], 1.0), **draft_metrics(sums)}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def _get_dataloader(self, dataset, description, batch_size, *args, **kwargs):
+        if description != "Training":
+            dataset = _EvenlySplit(dataset, batch_size * self.args.world_size)
+        return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the head: fp32 masters in checkpoints, the target's dtype where it is to be served."""
+        self._saves_checkpoint = _internal_call
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self._saves_checkpoint:
+            return super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            head = self.accelerator.unwrap_model(self.model)
+            state_dict = head.state_dict() if state_dict is None else state_dict
+            served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
+            head.save_pretrained(output_dir or self.args.output_dir, state_dict=served)
+
+    def _as_served(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.target.model.dtype) if tensor.is_floating_point() else tensor
+
+
+class _EvenlySplit(Dataset):
+    """A dataset filled with fully masked rows, so that every rank runs whole batches and no row counts twice."""
+
+    def __init__(self, dataset, multiple: int):
+        self.dataset = dataset
+        self.length = -(-len(dataset) // multiple) * multiple
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index < len(self.dataset):
+            return self.dataset[index]
+        row = self.dataset[0]
+        return {**row, "loss_mask": [0] * len(row["loss_mask"])}
+
+
+def _count_rows(batch: dict[str, Any]) -> int:
+    return len(batch["row_sets"][0])
+
+
+def _refuse_unsupported_launches(args: Eagle3TrainingArguments) -> None:
+    if args.fsdp:
+        raise ValueError("`fsdp` is not supported: shard with DeepSpeed ZeRO (`deepspeed=`).")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process: start one process each with "
+            f"`torchrun --nproc_per_node {args.n_gpu}`, or show one with CUDA_VISIBLE_DEVICES."
+        )

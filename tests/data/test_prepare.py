@@ -1,0 +1,192 @@
+"""The pipeline: cache, processes, truncation, splits, packing, statistics."""
+
+import os
+import signal
+
+import pytest
+from datasets import Dataset
+from transformers import HfArgumentParser
+
+from draftsmith.data import DataArguments, DraftCollator, prepare_datasets
+from draftsmith.data.prepare import cached_dataset
+from tests.data.common import CHATML, answers, build_tokenizer, chat
+
+
+def conversations(count):
+    return [{"messages": chat(f"Hello {index}", "it is what it is " * (1 + index % 7))} for index in range(count)]
+
+
+def entries(tmp_path):
+    return sorted(path.name for path in (tmp_path / "cache/draftsmith").iterdir())
+
+
+def test_second_run_hits_the_cache_and_every_change_misses(prepare, write_jsonl, tmp_path, monkeypatch):
+    """Case: run twice -> hit; change tokenizer, template or max_length -> miss each time."""
+    name = write_jsonl(conversations(5))
+    tokenizer = build_tokenizer(CHATML)
+    first = prepare(name, tokenizer)
+    assert len(entries(tmp_path)) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("draftsmith.data.prepare.RowEncoder.__call__", None)
+        tokenizer(["Hello"] * 2, padding=True, truncation=True, max_length=2)  # use changes the tokenizer's state
+        assert list(prepare(name, tokenizer).train) == list(first.train)
+        assert list(prepare(name, build_tokenizer(CHATML)).train) == list(first.train)
+    changes = [
+        (build_tokenizer(CHATML, vocab_size=290), {}),
+        (build_tokenizer(CHATML, eos_token="</s>"), {}),
+        (build_tokenizer(CHATML.replace("\n", " ")), {}),
+        (tokenizer, {"chat_template": CHATML.replace("\n", "  ")}),
+        (tokenizer, {"chat_template_kwargs": {"a": 1}}),
+        (tokenizer, {"max_length": 20}),
+        (tokenizer, {"messages_column": "messages"}),
+    ]
+    for number, (changed, options) in enumerate(changes, start=2):
+        prepare(name, changed, **options)
+        assert len(entries(tmp_path)) == number
+    write_jsonl(conversations(6))
+    assert len(prepare(name, tokenizer).train) == 6
+
+
+def test_options_that_do_not_change_rows_share_the_cache(prepare, write_jsonl, tmp_path):
+    name = write_jsonl(conversations(20))
+    prepare(name, build_tokenizer(CHATML))
+    prepare(name, build_tokenizer(CHATML), num_proc=1, eval_fraction=0.5, on_bad_row="skip", draft_vocab_size=5)
+    assert len(entries(tmp_path)) == 1
+
+
+@pytest.mark.timeout(60)
+def test_processes_give_the_same_rows_in_the_same_order(write_jsonl, tmp_path):
+    """Case: `num_proc` 1 and 4; the parent has used the tokenizer's threads before it forks."""
+    tokenizer = build_tokenizer(CHATML)
+    tokenizer(["Hello"] * 100)
+    name = write_jsonl([*conversations(40), "{", *conversations(3)])
+    runs = {}
+    for num_proc in (1, 4):
+        options = {"cache_dir": str(tmp_path / f"cache{num_proc}"), "num_proc": num_proc, "on_bad_row": "skip"}
+        runs[num_proc] = prepare_datasets(DataArguments(dataset=[name], **options), tokenizer)
+    assert list(runs[1].train) == list(runs[4].train) and len(runs[1].train) == 43
+    assert runs[1].reports == runs[4].reports and "line 41" in runs[4].reports["train"].errors[0]
+
+
+def test_killed_run_leaves_no_half_entry(tmp_path):
+    def build_and_die(scratch):
+        (scratch / "map.arrow").write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if child == 0:
+        cached_dataset(tmp_path / "key", build_and_die)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert [path.name.startswith(".unfinished-") for path in tmp_path.iterdir()] == [True]
+    assert cached_dataset(tmp_path / "key", lambda _: Dataset.from_dict({"a": [1]}))["a"][:] == [1]
+
+
+def test_failing_and_concurrent_builds(tmp_path):
+    def fail(scratch):
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        cached_dataset(tmp_path / "key", fail)
+    assert list(tmp_path.iterdir()) == []
+
+    def build(scratch):  # another process finishes first
+        cached_dataset(tmp_path / "key", lambda _: Dataset.from_dict({"a": [1]}))
+        return Dataset.from_dict({"a": [2]})
+
+    assert cached_dataset(tmp_path / "key", build)["a"][:] == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_truncation_that_removes_every_answer(prepare, tokenizer, write_jsonl, caplog):
+    """Case: a warning with the row's number; the other three rows are as without it."""
+    rows = conversations(4)
+    rows[2]["messages"][0]["content"] = "Hello " * 100
+    result = prepare(write_jsonl(rows), tokenizer, max_length=60)
+    assert "train.jsonl, line 3" in caplog.text and "Left out 1 rows" in caplog.text
+    del rows[2]
+    assert list(result.train) == list(prepare(write_jsonl(rows, "three.jsonl"), tokenizer, max_length=60).train)
+    caplog.clear()
+    rows.insert(2, {"messages": chat("Hello " * 100, "it")})
+    prepare(write_jsonl(rows), tokenizer, max_length=60)  # what is left out is told again when it comes from the cache
+    assert "line 3" in caplog.text
+    with pytest.raises(ValueError, match="zero tokens are supervised.*`max_length`"):
+        prepare(write_jsonl(rows), tokenizer, max_length=3)
+
+
+def test_evaluation_split_by_conversation(prepare, tokenizer, write_jsonl):
+    rows = conversations(200)
+    result = prepare(write_jsonl(rows), tokenizer, eval_fraction=0.25)
+    train, held_out = ({tuple(row["input_ids"]) for row in part} for part in (result.train, result.evaluation))
+    assert len(train) + len(held_out) == 200 and 30 <= len(held_out) <= 70
+    assert result.train.column_names == ["input_ids", "loss_mask", "turn_ids", "length"]
+    grown = prepare(
+        write_jsonl([{"messages": chat("What", "one")}] + rows[::-1], "grown.jsonl"), tokenizer, eval_fraction=0.25
+    )
+    assert {tuple(row["input_ids"]) for row in grown.evaluation} >= held_out
+    with pytest.raises(ValueError, match="`eval_fraction`.*empty"):
+        prepare(write_jsonl(rows[:1]), tokenizer, eval_fraction=0.25)
+
+
+def test_packed_data(prepare, tokenizer, write_jsonl, tmp_path):
+    name = write_jsonl(conversations(50))
+    apart = prepare(name, tokenizer, max_length=100)
+    packed = prepare(name, tokenizer, max_length=100, packing=True, row_length=256, eval_fraction=0.3)
+    statistics = packed.statistics["train"], packed.statistics["evaluation"]
+    for field in ("documents", "tokens", "supervised_tokens"):
+        assert sum(getattr(entry, field) for entry in statistics) == getattr(apart.statistics["train"], field)
+    assert statistics[0].rows == len(packed.train) < statistics[0].documents
+    found = [answer for row in packed.train for answer in split_answers(row, tokenizer)]
+    found += [answer for row in packed.evaluation for answer in split_answers(row, tokenizer)]
+    assert sorted(found) == sorted(answer for row in apart.train for answer in answers(row, tokenizer))
+    before = entries(tmp_path)
+    again = prepare(name, tokenizer, max_length=100, packing=True, row_length=256, eval_fraction=0.3)
+    assert list(again.train) == list(packed.train) and entries(tmp_path) == before
+    DraftCollator(ttt_steps=2)(list(packed.train))
+    options = {"max_length": 100, "packing": True, "row_length": 256, "eval_fraction": 0.3}
+    unsplit = prepare(name, tokenizer, eval_dataset=[name], **options)  # nothing is held out of the training data now
+    assert unsplit.statistics["train"].documents == unsplit.statistics["evaluation"].documents == 50
+
+
+def split_answers(row, tokenizer):
+    start, found = 0, []
+    for length in row["document_lengths"]:
+        part = {name: row[name][start : start + length] for name in ("input_ids", "turn_ids")}
+        found += answers(part, tokenizer)
+        start += length
+    return found
+
+
+def test_statistics_are_logged(prepare, tokenizer, write_jsonl, caplog):
+    caplog.set_level("INFO", logger="draftsmith")
+    result = prepare(write_jsonl(conversations(3)), tokenizer)
+    tokens = sum(row["length"] for row in result.train)
+    supervised = sum(sum(row["loss_mask"]) for row in result.train)
+    assert result.statistics["train"].tokens == tokens and result.statistics["train"].supervised_tokens == supervised
+    assert f"3 documents in 3 rows, {tokens} tokens, {100 * supervised / tokens:.1f}% supervised" in caplog.text
+
+
+def test_arguments_from_the_command_line():
+    line = (
+        """--dataset a.jsonl b/*.parquet --chat_template_kwargs {"enable_thinking":false} --packing --max_length 64"""
+    )
+    (arguments,) = HfArgumentParser(DataArguments).parse_args_into_dataclasses(line.split())
+    assert arguments.dataset == ["a.jsonl", "b/*.parquet"] and arguments.row_length == 64
+    assert arguments.chat_template_kwargs == {"enable_thinking": False}
+    assert all(field.metadata["help"] for field in DataArguments.__dataclass_fields__.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"eval_fraction": 1.0}, "`eval_fraction`"),
+        ({"on_bad_row": "ignore"}, "`on_bad_row`"),
+        ({"packing": True, "row_length": 10}, "`max_length`=4096 is more than `row_length`=10"),
+        ({"packing": True, "max_length": None}, "`packing` needs"),
+        ({"max_length": 2}, "`max_length` must be at least 3"),
+        ({"chat_template_kwargs": "{"}, "`chat_template_kwargs` is not a JSON object"),
+        ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` is not a JSON object"),
+    ],
+)
+def test_arguments_that_contradict_each_other(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        DataArguments(**options)
