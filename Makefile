@@ -12,7 +12,8 @@ TORCH_OPTIONS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/.installed
+DEMO := $(VENV)/.installed-demo
+DEV := $(VENV)/.installed-dev
 
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
@@ -20,25 +21,32 @@ unexport TRITON_INTERPRET
 
 .PHONY: demo test test-slow lint clean
 
-demo: $(INSTALLED)
+demo: $(DEMO)
 	$(BIN)/python scripts/demo.py $(if $(TARGET),--target "$(TARGET)")
 
 test: lint
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu and not slow"
 
-test-slow: $(INSTALLED)
+test-slow: $(DEV)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 
-lint: $(INSTALLED)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 # torch goes first and alone, so that TORCH_OPTIONS chooses the build of torch and nothing else.
-$(INSTALLED): setup.cfg constraints.txt
+$(VENV)/.torch: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else "Python 3.10 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt $(TORCH_OPTIONS) torch
-	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,demo]'
+	touch $@
+
+$(DEMO): $(VENV)/.torch setup.cfg
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(DEV): $(VENV)/.torch setup.cfg
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:

@@ -143,6 +143,8 @@ class count_verified_rows:
 
 
 def plain_greedy(target, tokenizer, prompts, args) -> list[list[int]]:
+    """The target by itself, with transformers' own attention and decoding loop."""
+    target.set_attn_implementation("sdpa")
     batch = evaluate.render(tokenizer, prompts, {})
     output = target.generate(**batch, do_sample=False, max_new_tokens=args.max_new_tokens)
     return output[:, batch["input_ids"].shape[1] :].tolist()
@@ -150,7 +152,7 @@ def plain_greedy(target, tokenizer, prompts, args) -> list[list[int]]:
 
 def plot_training(history: list[dict], path: Path) -> None:
     history = [entry for entry in history if "acceptance_length" in entry]
-    tokens = torch.tensor([entry["num_tokens"] for entry in history]).cumsum(0) / 1e3
+    tokens = [entry["num_tokens"] / 1e3 for entry in history]
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
     axes[0].plot(tokens, [entry["loss"] for entry in history])
     axes[0].set(xlabel="thousand tokens seen", ylabel="loss", title="Training loss")

@@ -11,6 +11,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
 from ..models.eagle3 import Eagle3DraftModel
+from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from .arguments import DraftArguments, TargetArguments
 from .parsing import UsageError, parse, usage_errors
@@ -60,8 +61,7 @@ def make_draft(
         return Eagle3DraftModel.from_pretrained(
             draft_args.draft, target=target, dtype=torch.float32, attn_implementation=implementation
         )
-    target_vocab_size = target.get_input_embeddings().weight.shape[0]
-    d2t = draft_vocabulary_map(data_args, data.train, target_vocab_size)
+    d2t = draft_vocabulary_map(data_args, data.train, len(embedding_weight(target)))
     return Eagle3DraftModel.from_target(target, d2t=d2t, **draft_args.options())
 
 
@@ -80,7 +80,7 @@ def resume_point(args: Eagle3TrainingArguments) -> str | None:
     return args.resume_from_checkpoint
 
 
-def last_whole_checkpoint(output_dir: str) -> str | None:
+def last_whole_checkpoint(output_dir: str | None) -> str | None:
     """The newest checkpoint that was written to its end: `trainer_state.json` is its last file."""
-    whole = [path.parent for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
+    whole = [path.parent for path in Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
     return str(max(whole, key=lambda path: int(path.name.split("-")[-1]))) if whole else None

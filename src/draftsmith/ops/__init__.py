@@ -1,10 +1,11 @@
 """Mathematics of draft-head training: tensors in, tensors out."""
 
 from .block_sparse_attention import block_sparse_flash_attention
-from .streaming_loss import DraftLossSums, streaming_cross_entropy, streaming_draft_loss
+from .streaming_loss import OBJECTIVES, DraftLossSums, streaming_cross_entropy, streaming_draft_loss
 
 
 __all__ = [
+    "OBJECTIVES",
     "DraftLossSums",
     "block_sparse_flash_attention",
     "streaming_cross_entropy",

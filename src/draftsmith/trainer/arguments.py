@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from ..ops import OBJECTIVES
 
-OBJECTIVES = ("kl", "ce", "tv", "lk_alpha", "lk_lambda")
+
 LOSS_NORMALIZATIONS = ("token", "sequence")
 
 
@@ -84,4 +85,4 @@ class Eagle3TrainingArguments(TrainingArguments):
                 "many; leave it True."
             )
         # accelerate's dispatcher would slice the row sets of a batch as if they were rows.
-        self.accelerator_config.dispatch_batches = False
+        self.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]

@@ -47,11 +47,11 @@ class Eagle3Trainer(Trainer):
         _refuse_unsupported_launches(args)
         if not isinstance(target, FrozenTarget):
             if target.device.type == "cpu":  # one that was loaded onto devices, or quantised there, stays where it is
-                target.to(args.device)
+                target.to(args.device)  # type: ignore[arg-type]
             model.fit_to_target(target)
             target = FrozenTarget(target, model.config.eagle_aux_hidden_state_layer_ids)
-        self.target = target
         model.fit_to_target(target.model)
+        self.target = target
         for parameter in model.parameters():
             if parameter.requires_grad:  # fp32 masters, however the head was loaded
                 parameter.data = parameter.data.float()
@@ -121,7 +121,8 @@ class Eagle3Trainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a training log, made on every rank
             sums = self._train_sums.reduce(self.accelerator)
-            logs = {**logs, **draft_metrics(sums), "num_tokens": sums["num_tokens"][0]}
+            seen = [past["num_tokens"] for past in self.state.log_history if "num_tokens" in past]
+            logs = {**logs, **draft_metrics(sums), "num_tokens": (seen or [0])[-1] + sums["num_tokens"][0]}
             if empty := sums["unsupervised_batches"][0]:
                 logger.warning(
                     f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step."
@@ -134,15 +135,17 @@ class Eagle3Trainer(Trainer):
             loss = self.compute_loss(model, inputs)
         return loss.detach(), None, None
 
-    def evaluation_loop(self, dataloader, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
+    def evaluation_loop(
+        self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
+    ) -> EvalLoopOutput:
         """Loss and metrics of the whole set from its raw sums: means of batch means would weigh short batches more."""
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(dataloader, description, True, ignore_keys, metric_key_prefix)
         sums = self._eval_sums.reduce(self.accelerator)
         items = sums["num_documents"] if self.args.loss_normalization == "sequence" else sums["rows"]
         loss = sum(self.args.ttt_step_loss_decay**step * total for step, total in enumerate(sums["loss"]))
         metrics = {"loss": loss / max(items[0], 1.0), **draft_metrics(sums)}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
-        return output
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return output._replace(metrics={**(output.metrics or {}), **metrics})
 
     def _get_dataloader(self, dataset, description, batch_size, *args, **kwargs):
         if description != "Training":

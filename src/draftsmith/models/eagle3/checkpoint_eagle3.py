@@ -4,10 +4,12 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ...target import deepspeed_init_suspended
@@ -30,15 +32,24 @@ def _without_load_report() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-class CheckpointMixin:
-    """Mixed into [`Eagle3DraftModel`]; apart from it so that the unroll reads alone."""
+class Eagle3PreTrainedModel(PreTrainedModel):
+    """What [`Eagle3DraftModel`] is apart from its layers and unroll."""
 
-    config: Eagle3DraftConfig
+    config: Any  # an Eagle3DraftConfig, whose fields are optional only until they are filled in
+    config_class = Eagle3DraftConfig
+    base_model_prefix = "draft"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Eagle3DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    d2t: torch.Tensor  # both None at full vocabulary
+    t2d: torch.Tensor
 
     def _init_embedding_slot(self) -> None:
         config = self.config
         self._target_embedding: tuple[torch.Tensor] | None = None
-        self.embed_tokens = None
+        self.embed_tokens: nn.Embedding | None = None
         if config.has_own_embedding or not config.has_target_width:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
             self._freeze_borrowed_width()
@@ -72,7 +83,7 @@ class CheckpointMixin:
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
 
-    def get_input_embeddings(self) -> nn.Embedding | None:
+    def get_input_embeddings(self) -> nn.Embedding | None:  # type: ignore[override]
         return self.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module | torch.Tensor) -> None:
@@ -80,7 +91,7 @@ class CheckpointMixin:
 
         The matrix is borrowed: no parameter of the head, never saved, moved or cast with it.
         """
-        weight = value.weight if isinstance(value, nn.Module) else value
+        weight: Any = value.weight if isinstance(value, nn.Module) else value
         expected = (self.config.vocab_size, self.config.hidden_size)
         if self.embed_tokens is not None:
             raise ValueError("This head brings its own `embed_tokens`: it takes none from a target.")
@@ -91,6 +102,11 @@ class CheckpointMixin:
         # In a tuple the matrix is outside `_parameters`: `.to`, DDP, DeepSpeed and `state_dict` never see it, while
         # the parameter object still follows its owner to another device.
         self._target_embedding = (weight,)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        device_type = self.device.type
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.dtype
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embeddings `[..., H]` of the target's ids, in the compute dtype."""
@@ -153,7 +169,7 @@ class CheckpointMixin:
                 auxiliary layers do not fit the target.
         """
         return_info = kwargs.pop("output_loading_info", False)
-        load = partial(super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True)
+        load: Any = partial(super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True)
         with deepspeed_init_suspended(), _without_load_report():
             model, info = load(**kwargs)
             if (
@@ -198,10 +214,10 @@ class CheckpointMixin:
         if self.embed_tokens is None:
             self.set_input_embeddings(embedding_weight(target))
 
-    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, **kwargs) -> None:
+    def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs) -> None:
         """Write the layout that vLLM and SGLang serve; as in [`~transformers.PreTrainedModel.save_pretrained`]."""
         saved_dtype = None if state_dict is None else state_dict["fc.weight"].dtype
-        super().save_pretrained(save_directory, is_main_process=is_main_process, state_dict=state_dict, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
         self.config.architectures = [SERVED_ARCHITECTURE]  # transformers writes the class name here
         if saved_dtype is not None and is_main_process:  # and the dtype of the live parameters, not of what was saved
             self.config.dtype = saved_dtype

@@ -61,7 +61,7 @@ class Eagle3DraftConfig(LlamaConfig):
     def _check(self) -> None:
         if self.num_hidden_layers != 1:
             raise ValueError(f"`num_hidden_layers` is {self.num_hidden_layers}: an EAGLE-3 head has one layer.")
-        if not 0 < self.draft_vocab_size <= self.vocab_size:
+        if not 0 < self.draft_vocab_size <= self.vocab_size:  # type: ignore[operator]
             raise ValueError(
                 f"`draft_vocab_size` is {self.draft_vocab_size}, outside 1..{self.vocab_size} (`vocab_size`, the "
                 "target's embedding rows)."
@@ -77,7 +77,7 @@ class Eagle3DraftConfig(LlamaConfig):
 
     @property
     def has_reduced_vocabulary(self) -> bool:
-        return self.draft_vocab_size < self.vocab_size
+        return self.draft_vocab_size < self.vocab_size  # type: ignore[operator]
 
     @property
     def has_target_width(self) -> bool:
@@ -149,7 +149,7 @@ class Eagle3DraftConfig(LlamaConfig):
             "draft_vocab_size": self.draft_vocab_size,
             "norm_before_residual": self.norm_before_residual,
             "num_hidden_layers": 1,
-            "rope_theta": self.rope_parameters["rope_theta"],
+            "rope_theta": self.rope_parameters["rope_theta"],  # type: ignore[index]
             "tie_word_embeddings": False,
         }
         if self.eagle_aux_hidden_state_layer_ids is not None:

@@ -20,8 +20,6 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from .configuration_eagle3 import Eagle3DraftConfig
-
 
 StepKeys = tuple[torch.Tensor, torch.Tensor]  # rotated keys and values of one step, each [B, Hkv, S, d]
 
@@ -42,7 +40,7 @@ class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
     # Without the wrapper that recomputes the frequencies from the positions of the batch.
     forward = inspect.unwrap(LlamaRotaryEmbedding.forward)
 
-    def __init__(self, config: Eagle3DraftConfig):
+    def __init__(self, config: Any):
         super().__init__(config)
         self.reset_frequencies()
 
@@ -58,7 +56,7 @@ class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
         return self
 
 
-def served_rope_frequencies(config: Eagle3DraftConfig) -> tuple[torch.Tensor, float]:
+def served_rope_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     """Inverse frequencies fp32 `[d / 2]` and the attention scaling that vLLM and SGLang use for this config."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
@@ -74,7 +72,7 @@ def served_rope_frequencies(config: Eagle3DraftConfig) -> tuple[torch.Tensor, fl
 class Eagle3Attention(nn.Module):
     """Attention over `[embedding ; recurrent state]`: causal on step-0 keys, one key per row of every later step."""
 
-    def __init__(self, config: Eagle3DraftConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
         self.head_dim = config.head_dim
@@ -135,7 +133,7 @@ class Eagle3Attention(nn.Module):
 
 
 class Eagle3DecoderLayer(nn.Module):
-    def __init__(self, config: Eagle3DraftConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -4,19 +4,24 @@ Shapes: B batch, T tokens, K steps, H draft width, Ht target width, n auxiliary 
 vocabulary, Hkv key heads, d head width, R_k the supervised rows of step k, N = B * T flattened rows.
 """
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ... import alignment
 from ...ops import DraftLossSums, streaming_draft_loss
-from .checkpoint_eagle3 import CheckpointMixin
-from .configuration_eagle3 import Eagle3DraftConfig
+from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -27,18 +32,12 @@ class Eagle3Output(ModelOutput):
     raw_sums: DraftLossSums | None = None
 
 
-class Eagle3DraftModel(CheckpointMixin, PreTrainedModel):
+class Eagle3DraftModel(Eagle3PreTrainedModel):
     """A draft head. Parameters are named as servers read them; see [`Eagle3DraftConfig`] for the options."""
 
-    config_class = Eagle3DraftConfig
-    base_model_prefix = "draft"
-    supports_gradient_checkpointing = True
     accepts_loss_kwargs = True  # Trainer hands the global token count to forward
-    _no_split_modules = ["Eagle3DecoderLayer"]
-    _supports_sdpa = True
-    _supports_attention_backend = True
 
-    def __init__(self, config: Eagle3DraftConfig):
+    def __init__(self, config: Any):
         if config._attn_implementation is None:
             config._attn_implementation = "block_sparse_flash"
         super().__init__(config)
@@ -57,19 +56,13 @@ class Eagle3DraftModel(CheckpointMixin, PreTrainedModel):
         self._init_vocabulary_map()
         self.gradient_checkpointing = False
         self.post_init()
+        logger.info("The draft head's attention is `%s`", config._attn_implementation)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, Eagle3RotaryEmbedding):
             module.reset_frequencies()
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        device_type = self.fc.weight.device.type
-        return (
-            torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else self.fc.weight.dtype
-        )
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """The first recurrent state h^0 `[..., H]` of auxiliary states `[..., n * Ht]`."""
@@ -212,7 +205,7 @@ class Eagle3DraftModel(CheckpointMixin, PreTrainedModel):
         At step 0 every row gives a key and a value, but only R_0 queries. Later a row sees nothing but its document's
         step-0 keys and its own later keys, so step k computes R_k alone.
         """
-        run_layer = self.midlayer
+        run_layer: Callable = self.midlayer
         if self.gradient_checkpointing and self.training:
             run_layer = partial(self._gradient_checkpointing_func, self.midlayer.__call__)
         window = self.config.sliding_window

@@ -88,12 +88,13 @@ def _lk_lambda(kl: Tensor, alpha: Tensor) -> Slopes:
     return Slopes(share * kl + (1 - share) * (1 - alpha), share, share - 1)
 
 
-OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Slopes]] = {
+TEACHER_OBJECTIVES: dict[str, Callable[[Tensor, Tensor], Slopes]] = {
     "kl": lambda kl, alpha: Slopes(kl, torch.ones_like(kl), None),
     "tv": lambda kl, alpha: Slopes(1 - alpha, None, torch.full_like(alpha, -1)),
     "lk_alpha": _lk_alpha,
     "lk_lambda": _lk_lambda,
 }
+OBJECTIVES = (*TEACHER_OBJECTIVES, "ce")
 
 
 class _TeacherRows(NamedTuple):
@@ -151,7 +152,7 @@ def teacher_rows(
         kl = torch.linalg.vecdot(p, log_p.sub_(log_q))
         full_p = torch.mul(p, teacher.share[entry], out=log_p)
         alpha[block] = torch.minimum(full_p, q, out=log_q).sum(-1)
-        slopes = OBJECTIVES[objective](kl, alpha[block])
+        slopes = TEACHER_OBJECTIVES[objective](kl, alpha[block])
         loss[block] = slopes.loss * inside
         if coefficient is not None:
             logits[block] = _logit_gradient(p, q, full_p, slopes, (coefficient[block] * inside)[:, None])

@@ -54,8 +54,8 @@ def check_draft_inputs(
                 f"`states[{step}]` must be {states[0].dtype} [{len(rows)}, H], a row per entry of `row_sets[{step}]`; "
                 f"got {state.dtype} {[*state.shape]}"
             )
-    if objective != "ce" and objective not in OBJECTIVES:
-        raise ValueError(f"`objective` must be one of {['ce', *OBJECTIVES]}; got {objective!r}")
+    if objective not in OBJECTIVES:
+        raise ValueError(f"`objective` must be one of {', '.join(OBJECTIVES)}; got {objective!r}")
     if step_weights is not None and len(step_weights) != len(states):
         raise ValueError(f"`step_weights` must hold {len(states)} factors, one per step; got {len(step_weights)}")
     check_chunk_size(chunk_size)
