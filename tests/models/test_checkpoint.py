@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModel, GptOssConfig, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from draftsmith import Eagle3DraftConfig, Eagle3DraftModel
 
@@ -115,6 +115,13 @@ def test_missing_head_is_an_error(tmp_path):
     edit_weights(tmp_path, lambda weights: weights.pop("lm_head.weight"))
     with pytest.raises(ValueError, match="lm_head.weight"):
         Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+def test_mlp_is_the_targets_width_or_a_dense_one_for_experts():
+    assert Eagle3DraftConfig.from_target(LlamaConfig(**SHAPE)).intermediate_size == 48
+    experts = GptOssConfig(**SHAPE, num_local_experts=4)  # 48 is one expert's width
+    assert Eagle3DraftConfig.from_target(experts).intermediate_size == 6 * 32
+    assert Eagle3DraftConfig.from_target(experts, intermediate_size=96).intermediate_size == 96
 
 
 @pytest.mark.parametrize("layers", [2, 4, 5])

@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> DecodingResult:
     with usage_errors():
         prompts = read_prompts(args.prompts, split=args.split)[: args.num_prompts]
         tokenizer, target = target_args.load_tokenizer(), target_args.load()
-        target.to("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available() and target.device.type == "cpu":
+            target.to("cuda")
         draft = Eagle3DraftModel.from_pretrained(args.draft, target=target, dtype=target.dtype).to(target.device)
     result, _ = decode(target, draft, tokenizer, prompts, args)
     print(result.table())

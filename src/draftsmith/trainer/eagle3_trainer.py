@@ -1,6 +1,8 @@
 """`Trainer` for draft heads: runs the frozen target, normalises by the global count, reduces metrics as sums."""
 
 import logging
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,7 +166,12 @@ class Eagle3Trainer(Trainer):
             head = self.accelerator.unwrap_model(self.model)
             state_dict = head.state_dict() if state_dict is None else state_dict
             served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
-            head.save_pretrained(output_dir or self.args.output_dir, state_dict=served)
+            directory = Path(output_dir or self.args.output_dir or ".")
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as unfinished:
+                head.save_pretrained(unfinished, state_dict=served)
+                for path in Path(unfinished).iterdir():
+                    path.replace(directory / path.name)
 
     def _as_served(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.target.model.dtype) if tensor.is_floating_point() else tensor

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig
 
 SERVED_ARCHITECTURE = "LlamaForCausalLMEagle3"
 SERVED_MODEL_TYPE = "llama"
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SERVED_MODEL_TYPES = (SERVED_MODEL_TYPE, "eagle3_draft")
 
 
@@ -191,9 +192,10 @@ def resolve_aux_layer_ids(aux_layer_ids: list[int] | None, num_layers: int) -> l
 
 
 def _dense_intermediate_size(text: PreTrainedConfig) -> int:
-    # A mixture-of-experts target gives the width of one expert, too narrow for the head's only MLP.
+    # A mixture-of-experts target may give the width of one expert, too narrow for the head's only MLP.
     width = getattr(text, "intermediate_size", None) or 0
-    return width if width >= 2 * text.hidden_size else 6 * text.hidden_size
+    has_experts = any(getattr(text, name, None) for name in EXPERT_COUNTS)
+    return 6 * text.hidden_size if width == 0 or has_experts and width < 2 * text.hidden_size else width
 
 
 def _full_attention_rope(text: PreTrainedConfig) -> dict[str, Any] | None:
