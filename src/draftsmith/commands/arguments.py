@@ -1,6 +1,6 @@
 """Arguments that several commands share: which target, which head."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,6 +68,11 @@ class DraftArguments:
         default="block_sparse_flash",
         metadata={"help": "Attention of the head; `sdpa` and `eager` are for comparison."},
     )
+
+    def architecture_given(self) -> list[str]:
+        """The fields that ask for an architecture, for a head that has one already."""
+        asking = (item for item in fields(self) if item.name not in ("draft", "draft_attn_implementation"))
+        return [f"`{item.name}`" for item in asking if getattr(self, item.name) != item.default]
 
     def options(self) -> dict:
         """Keyword arguments of `Eagle3DraftModel.from_target`."""

@@ -39,6 +39,15 @@ class EvaluateArguments:
     seed: int = field(default=42, metadata={"help": "Seed of sampled decoding."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the result."})
 
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "num_draft_tokens", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: pass at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"`temperature` is {self.temperature}: pass 0 for greedy decoding or a positive number.")
+        if self.output is not None and not Path(self.output).parent.is_dir():
+            raise ValueError(f"`output`: the directory of {self.output} does not exist.")
+
 
 @dataclass
 class DecodingResult:
@@ -122,13 +131,13 @@ def render(
     tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, Any]] | str], template_kwargs: dict[str, Any]
 ):
     """Left-padded ids and mask of prompts as a server renders them; a string is a plain completion prompt."""
-    texts = [
-        prompt
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_kwargs)
-        for prompt in prompts
-    ]
-    special = isinstance(prompts[0], str)  # a rendered chat already has its special tokens
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer(texts, padding=True, padding_side="left", add_special_tokens=special, return_tensors="pt")
+    ids = []
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            ids.append(tokenizer(prompt)["input_ids"])
+        else:  # a rendered chat already has its special tokens
+            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_kwargs)
+            ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")

@@ -24,10 +24,10 @@ class PrepareArguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     target_args, data_args, args = parse((TargetArguments, DataArguments, PrepareArguments), argv)
-    with usage_errors():
-        data = prepare_datasets(replace(data_args, packing=False), target_args.load_tokenizer())
     output_dir = Path(args.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
+    with usage_errors():
+        output_dir.mkdir(parents=True, exist_ok=True)
+        data = prepare_datasets(replace(data_args, packing=False), target_args.load_tokenizer())
     for name, dataset in (("train", data.train), ("evaluation", data.evaluation)):
         if dataset is not None:
             _write_parquet(dataset, output_dir / f"{name}.parquet")

@@ -1,5 +1,6 @@
 """`draftsmith train`: a draft head for a frozen target, from chat data to a directory that servers load."""
 
+import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ def make_draft(
     if draft_args.draft is not None:
         if data_args.draft_vocab_size is not None or data_args.vocab_map is not None:
             raise ValueError("`draft` keeps its vocabulary map: leave out `draft_vocab_size` and `vocab_map`.")
+        if ignored := draft_args.architecture_given():
+            raise ValueError(f"`draft` keeps its architecture: leave out {', '.join(ignored)}.")
         return Eagle3DraftModel.from_pretrained(
             draft_args.draft, target=target, dtype=torch.float32, attn_implementation=implementation
         )
@@ -82,5 +85,14 @@ def resume_point(args: Eagle3TrainingArguments) -> str | None:
 
 def last_whole_checkpoint(output_dir: str | None) -> str | None:
     """The newest checkpoint that was written to its end: `trainer_state.json` is its last file."""
-    whole = [path.parent for path in Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*/trainer_state.json")]
+    states = Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*/trainer_state.json")
+    whole = [path.parent for path in states if _is_json(path)]
     return str(max(whole, key=lambda path: int(path.name.split("-")[-1]))) if whole else None
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except ValueError:
+        return False
+    return True

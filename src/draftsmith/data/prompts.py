@@ -25,6 +25,8 @@ def read_prompts(datasets: Sequence[str | Dataset], *, config: str | None = None
     prompts = []
     for source in load_sources(datasets, config=config, split=split):
         for index, row in enumerate(source.rows):
+            if source.is_json and not row["text"].strip():
+                continue
             try:
                 prompts.append(_prompt(parse_json_row(row["text"]) if source.is_json else row))
             except RowError as error:

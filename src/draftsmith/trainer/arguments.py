@@ -77,6 +77,11 @@ class Eagle3TrainingArguments(TrainingArguments):
             raise ValueError(
                 "`keep_target_states` needs `per_device_train_batch_size=1`: batches change with every epoch."
             )
+        recompute = self.gradient_checkpointing_kwargs
+        if isinstance(recompute, dict) and recompute.get("use_reentrant"):
+            raise ValueError(
+                "`gradient_checkpointing_kwargs`: `use_reentrant` loses the gradient of earlier steps' keys."
+            )
         if self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps` is {self.ttt_steps}: the head needs at least one step.")
         if not self.average_tokens_across_devices:

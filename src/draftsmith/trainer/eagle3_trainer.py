@@ -2,6 +2,7 @@
 
 import logging
 import tempfile
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ class Eagle3Trainer(Trainer):
             model.fit_to_target(target)
             target = FrozenTarget(target, model.config.eagle_aux_hidden_state_layer_ids)
         model.fit_to_target(target.model)
+        if model.t2d is None and len(target.head_weight) != model.config.draft_vocab_size:
+            raise ValueError(
+                f"The target's head has {len(target.head_weight)} rows, its embedding {model.config.vocab_size}: make "
+                "the draft head with a `draft_vocab_size` of at most the former."
+            )
         self.target = target
         for parameter in model.parameters():
             if parameter.requires_grad:  # fp32 masters, however the head was loaded
@@ -151,6 +157,10 @@ class Eagle3Trainer(Trainer):
 
     def _get_dataloader(self, dataset, description, batch_size, *args, **kwargs):
         if description != "Training":
+            if not isinstance(dataset, Sized) or len(dataset) == 0:
+                raise ValueError(
+                    "`eval_dataset` must have a length and at least one row: its sums are taken over the whole set."
+                )
             dataset = _EvenlySplit(dataset, batch_size * self.args.world_size)
         return super()._get_dataloader(dataset, description, batch_size, *args, **kwargs)
 
@@ -190,6 +200,8 @@ class _EvenlySplit(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index < len(self.dataset):
             return self.dataset[index]
+        if index >= self.length:
+            raise IndexError(index)  # ends plain iteration
         row = self.dataset[0]
         return {**row, "loss_mask": [0] * len(row["loss_mask"])}
 

@@ -169,14 +169,17 @@ class Eagle3PreTrainedModel(PreTrainedModel):
                 auxiliary layers do not fit the target.
         """
         return_info = kwargs.pop("output_loading_info", False)
-        load: Any = partial(super().from_pretrained, pretrained_model_name_or_path, *args, output_loading_info=True)
+        # Mismatched shapes are an error too, raised by name below.
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
+        load: Any = partial(super().from_pretrained, pretrained_model_name_or_path, *args)
         with deepspeed_init_suspended(), _without_load_report():
             model, info = load(**kwargs)
-            if (
-                "embed_tokens.weight" in info["unexpected_keys"]
-            ):  # known only now: build the head anew with a place for it
+            if "embed_tokens.weight" in info["unexpected_keys"]:  # build the head anew, with a place for it
                 model.config.has_own_embedding = True
                 model, info = load(**{**kwargs, "config": model.config})
+        if info["mismatched_keys"]:
+            shapes = ", ".join(f"{name} {tuple(ours)} for {tuple(its)}" for name, ours, its in info["mismatched_keys"])
+            raise ValueError(f"{pretrained_model_name_or_path}: config.json does not fit the weights: {shapes}.")
         model._check_loaded(pretrained_model_name_or_path, set(info["missing_keys"]), set(info["unexpected_keys"]))
         if target is not None:
             model.fit_to_target(target)
@@ -197,10 +200,10 @@ class Eagle3PreTrainedModel(PreTrainedModel):
             return
         from_mask = torch.nonzero(self.t2d).squeeze(1)
         if "d2t" in missing:
-            self.set_vocabulary_map(from_mask - torch.arange(len(from_mask)))
+            self.set_vocabulary_map(from_mask - torch.arange(len(from_mask), device=from_mask.device))
         elif "t2d" in missing:
             self.set_vocabulary_map(self.d2t.clone())
-        elif not torch.equal(from_mask, torch.arange(len(self.d2t)) + self.d2t):
+        elif not torch.equal(from_mask, torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t):
             raise ValueError(
                 f"{source}: `t2d` and `d2t` name different target ids; one of them belongs to another head."
             )
@@ -211,6 +214,12 @@ class Eagle3PreTrainedModel(PreTrainedModel):
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             self.config.eagle_aux_hidden_state_layer_ids = resolve_aux_layer_ids(None, num_layers)
         check_aux_layer_ids(self.config.eagle_aux_hidden_state_layer_ids, num_layers)
+        expected = (self.config.vocab_size, self.config.target_hidden_size)
+        if tuple(embedding_weight(target).shape) != expected:
+            raise ValueError(
+                f"The target's embedding is {tuple(embedding_weight(target).shape)}, but the head was made for "
+                f"{expected} (`vocab_size`, `target_hidden_size`): it belongs to another target."
+            )
         if self.embed_tokens is None:
             self.set_input_embeddings(embedding_weight(target))
 

@@ -1,6 +1,7 @@
 """The config of an EAGLE-3 draft head: a Llama config of one layer plus the keys that vLLM and SGLang read."""
 
 import copy
+import math
 from typing import Any, ClassVar
 
 from huggingface_hub.dataclasses import strict
@@ -46,7 +47,7 @@ class Eagle3DraftConfig(LlamaConfig):
     has_own_embedding: bool = False  # the checkpoint stores `embed_tokens`; found at load, never written
 
     def __post_init__(self, **kwargs):
-        served_ids = (kwargs.pop("eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
+        served_ids = (kwargs.pop("eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or None
         for derived in ("layer_types", "model_type"):
             kwargs.pop(derived, None)
         super().__post_init__(**kwargs)
@@ -122,6 +123,15 @@ class Eagle3DraftConfig(LlamaConfig):
         }
         if "hidden_size" in options and "head_dim" not in options:
             fields["head_dim"] = None  # the target's heads do not fit another width: derive it
+        elif (
+            text.hidden_size % text.num_attention_heads
+        ):  # servers read the head as a Llama config, which refuses that
+            fields["num_attention_heads"] = heads = text.hidden_size // text.head_dim
+            fields["num_key_value_heads"] = math.gcd(heads, fields["num_key_value_heads"] or heads)
+        width = options.get("hidden_size", text.hidden_size)
+        heads = options.get("num_attention_heads", fields["num_attention_heads"])
+        if width % heads:
+            raise ValueError(f"`num_attention_heads` {heads} does not divide the head's `hidden_size` {width}.")
         return cls(**{**fields, "draft_vocab_size": draft_vocab_size, **options})
 
     @classmethod
@@ -204,5 +214,15 @@ def _full_attention_rope(text: PreTrainedConfig) -> dict[str, Any] | None:
     if rope is None:
         return None
     rope = rope.get("full_attention", rope)
+    partial = rope.get("partial_rotary_factor", 1.0)
+    if partial != 1.0 and rope["rope_type"] != "default":
+        raise ValueError(
+            f"The target rotates {partial:.0%} of each head with `{rope['rope_type']}` frequencies, which a head that "
+            "rotates all of it cannot share: pass its own `rope_parameters`."
+        )
+    if rope.get("alpha"):  # a fixed stretch of the base, which a default rope says to every server
+        width = text.head_dim
+        theta = rope["rope_theta"] * rope["alpha"] ** (width / (width - 2))
+        return {"rope_type": "default", "rope_theta": theta}
     # The head rotates whole heads, and text positions only: all three axes of a multimodal rope agree there.
     return {key: value for key, value in rope.items() if key not in ("partial_rotary_factor", "mrope_section")}

@@ -127,6 +127,8 @@ class Eagle3Attention(nn.Module):
         if self.config._attn_implementation == "block_sparse_flash":
             keys, values = [k for k, _ in diagonals], [v for _, v in diagonals]
             return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **visibility)[0]
+        if query.shape[2] == 0:  # transformers' sdpa cannot reshape an empty step
+            return query.transpose(1, 2)
         mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **visibility)
         key, value = (torch.cat(states, dim=2) for states in zip(*step_keys, strict=True))
         return attend(key, value, mask)[0]
