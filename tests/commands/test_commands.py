@@ -147,6 +147,41 @@ def test_warm_start_goes_on_from_a_head_and_refuses_another_map(tmp_path, flags)
     assert torch.equal(weights(tmp_path / "first")["d2t"], weights(tmp_path / "second")["d2t"])
 
 
+def test_warm_start_refuses_an_architecture(tmp_path, flags):
+    with pytest.raises(UsageError, match="draft_sliding_window.*norm_output"):
+        given = ["--draft", "x/y", "--draft_sliding_window", "8", "--norm_output", "true"]
+        train.main([*flags, *given, "--output_dir", str(tmp_path)])
+
+
+def test_half_written_checkpoints_are_passed_over(tmp_path):
+    for step, state in ((1, "{}"), (2, ""), (3, '{"epoch')):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-old").mkdir()
+    (tmp_path / "checkpoint-old" / "trainer_state.json").write_text("{}")
+    assert train.last_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")
+
+
+def test_mixed_prompts_get_special_tokens_by_their_own_kind():
+    tokenizer = build_tokenizer(CHATML)
+    text, messages = "Hello there", [{"role": "user", "content": "Hello"}]
+    alone = [evaluate.render(tokenizer, [prompt], {})["input_ids"][0].tolist() for prompt in (text, messages)]
+    together = evaluate.render(tokenizer, [messages, text], {})
+    for row, ids in zip((1, 0), alone, strict=True):
+        assert together["input_ids"][row][together["attention_mask"][row].bool()].tolist() == ids
+
+
+@pytest.mark.parametrize("flag", ["--batch_size", "--num_draft_tokens", "--max_new_tokens"])
+def test_evaluation_refuses_impossible_numbers_before_it_loads(flag):
+    with pytest.raises(UsageError, match=flag.removeprefix("--")):
+        evaluate.main(["--target", "x/y", "--draft", "x/z", "--prompts", "p.jsonl", flag, "0"])
+
+
+def test_missing_directories_are_named():
+    with pytest.raises(UsageError, match="`target`: ./nowhere"):
+        train.main(["--target", "./nowhere", "--dataset", "x.jsonl", "--output_dir", "y"])
+
+
 def test_unusable_data_is_a_usage_error_before_the_target_is_loaded(tmp_path, flags, monkeypatch):
     monkeypatch.setattr(train, "make_draft", None)
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, GptOssConfig, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import AutoConfig, AutoModel, GptOssConfig, LlamaConfig, LlamaForCausalLM, LlamaModel, Qwen3Config
 
 from draftsmith import Eagle3DraftConfig, Eagle3DraftModel
 
@@ -231,6 +231,52 @@ def test_attention_given_at_load_is_honoured(tmp_path):
     for name in ("eager", "sdpa", "block_sparse_flash"):
         assert Eagle3DraftModel.from_pretrained(tmp_path, attn_implementation=name).config._attn_implementation == name
     assert "attn_implementation" not in (tmp_path / "config.json").read_text()
+
+
+def test_config_that_does_not_fit_the_weights_names_both_shapes(tmp_path):
+    make_model(dtype=torch.float32, draft_vocab_size=40).save_pretrained(tmp_path)
+    edit_config(tmp_path, draft_vocab_size=30)
+    with pytest.raises(ValueError, match=r"lm_head.weight \(40, 32\) for \(30, 32\)"):
+        Eagle3DraftModel.from_pretrained(tmp_path)
+
+
+def test_head_of_another_target_is_refused(tmp_path, target):
+    model = make_model(dtype=torch.float32)
+    model.save_pretrained(tmp_path)
+    edit_weights(tmp_path, lambda weights: weights.update({"embed_tokens.weight": torch.zeros(97, 32)}))
+    other = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "vocab_size": 101}))
+    with pytest.raises(ValueError, match="another target"):
+        Eagle3DraftModel.from_pretrained(tmp_path, target=other)
+
+
+def test_rope_stretched_by_alpha_is_the_targets():
+    """HunYuan's dynamic rope stretches its base by a constant."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    config = Eagle3DraftConfig.from_target(LlamaConfig(**SHAPE, rope_parameters=rope))
+    truth = 1.0 / (1e4 * 1000.0 ** (8 / 6)) ** (torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(Eagle3DraftModel(config).rotary_emb.inv_freq, truth)
+
+
+def test_partly_rotated_scaled_rope_is_refused():
+    rope = {**ROPES["longrope"], "partial_rotary_factor": 0.5}
+    with pytest.raises(ValueError, match="50%.*rope_parameters"):
+        Eagle3DraftConfig.from_target(LlamaConfig(**SHAPE, rope_parameters=rope))
+
+
+def test_heads_that_do_not_divide_the_width_are_replaced():
+    """GLM-4.5: 96 heads of 128 on a width of 5120, which servers refuse in a Llama config."""
+    target_config = Qwen3Config(**{**SHAPE, "num_attention_heads": 6}, head_dim=8)
+    config = Eagle3DraftConfig.from_target(target_config)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 8)
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        Eagle3DraftConfig.from_target(LlamaConfig(**SHAPE), hidden_size=30)
+
+
+def test_head_of_a_multimodal_wrapper_follows_its_text_config():
+    from transformers import LlavaConfig
+
+    config = Eagle3DraftConfig.from_target(LlavaConfig(text_config=LlamaConfig(**SHAPE)))
+    assert (config.hidden_size, config.vocab_size, config.eagle_aux_hidden_state_layer_ids) == (32, 97, [2, 4, 5])
 
 
 class TestVocabularyMap:

@@ -317,3 +317,50 @@ def test_fewer_row_sets_than_steps_are_refused():
     batch = make_batch(model, 1, 8)
     with pytest.raises(ValueError, match="row_sets"):
         model(**batch, row_sets=[torch.tensor([1])], ttt_steps=2)
+
+
+@pytest.mark.parametrize("ttt_steps", [1, 2, 7, 8])
+def test_every_number_of_steps_equals_serial_drafting(ttt_steps):
+    model = make_model()
+    batch = make_batch(model, 1, 11, share=1.1)
+    rows = row_sets(batch["loss_mask"], ttt_steps=ttt_steps)
+    truth = drafts_serially(model, batch, 11, ttt_steps)
+    ours = trained_logits(model, batch, ttt_steps=ttt_steps, row_sets=rows)
+    assert max(step for _, step in ours) == ttt_steps - 1
+    for pair, logits in ours.items():
+        torch.testing.assert_close(logits, truth[pair], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("attention", ["block_sparse_flash", "sdpa", "eager"])
+def test_steps_without_a_row_are_empty(attention):
+    """Four supervised tokens, K = 7: steps 3 and later have no row."""
+    model = make_model()
+    model.set_attn_implementation(attention)
+    batch = make_batch(model, 1, 12)
+    batch["loss_mask"] = torch.tensor([[0] * 5 + [1] * 4 + [0] * 3])
+    output = model(**batch, ttt_steps=7)
+    assert output.raw_sums.rows.tolist() == [3, 2, 1, 0, 0, 0, 0]
+    short = gradients(model, model(**batch, ttt_steps=3).loss)
+    assert_same(gradients(model, output.loss), short, 1e-6)
+
+
+def test_thirty_padded_steps_stay_finite_and_equal_unpadded_ones():
+    """Batch 2, lengths 5 and 40."""
+    padded, apart = make_model(seed=3), make_model(seed=3)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in (padded, apart)]
+    documents = torch.zeros(2, 40, dtype=torch.int64)
+    documents[0, 5:] = -1
+    for seed in range(30):
+        batch = make_batch(padded, 2, 40, share=0.9, seed=seed)
+        padded.zero_grad(), apart.zero_grad()
+        output = padded(**batch, document_ids=documents, ttt_steps=3)
+        output.loss.backward()
+        for row, length in ((0, 5), (1, 40)):
+            cut = (slice(row, row + 1), slice(length))
+            part = {name: value if name == "teacher_head" else value[cut] for name, value in batch.items()}
+            apart(**part, ttt_steps=3, num_items_in_batch=output.raw_sums.rows[0]).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    ours, truth = dict(padded.named_parameters()), dict(apart.named_parameters())
+    assert all(parameter.isfinite().all() for parameter in ours.values())
+    assert_same(ours, truth, 1e-7)

@@ -247,3 +247,29 @@ def test_warm_start_keeps_the_vocabulary_map(tmp_path):
     trainer.train()
     trainer.save_model()
     assert torch.equal(load_file(tmp_path / "model.safetensors")["d2t"], draft.d2t)
+
+
+def test_reentrant_recompute_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="use_reentrant"):
+        Eagle3TrainingArguments(str(tmp_path), gradient_checkpointing_kwargs={"use_reentrant": True})
+
+
+def test_recompute_through_the_arguments_changes_nothing(tmp_path):
+    results = []
+    for recompute in (False, True):
+        trainer = make_trainer(tmp_path, make_rows(LENGTHS), gradient_checkpointing=recompute, max_steps=2)
+        trainer.train()
+        results.append(weights_of(trainer))
+    assert_equal_weights(*results)
+
+
+def test_sampling_by_length_evaluates_and_ends(tmp_path):
+    rows = make_rows(LENGTHS)
+    trainer = make_trainer(tmp_path, rows, eval_rows=rows[:3], train_sampling_strategy="group_by_length")
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_empty_evaluation_set_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="eval_dataset"):
+        make_trainer(tmp_path, make_rows(LENGTHS), eval_rows=[]).evaluate()

@@ -1,10 +1,17 @@
 """Arguments that several commands share: which target, which head."""
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..target import load_target
+
+
+def check_local_path(name: str, value: str) -> None:
+    """Raise for a missing directory, which the Hub's client would report as a malformed repository id."""
+    if value.startswith(("/", "./", "../", "~")) and not Path(value).expanduser().exists():
+        raise ValueError(f"`{name}`: {value} does not exist.")
 
 
 @dataclass
@@ -23,6 +30,9 @@ class TargetArguments:
         metadata={"help": "Attention of the target: `block_sparse_flash`, `sdpa`, `eager`."},
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the target."})
+
+    def __post_init__(self) -> None:
+        check_local_path("target", self.target)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.target, **self._source())

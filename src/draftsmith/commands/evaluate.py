@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..data import read_prompts
 from ..models.eagle3 import Eagle3DraftModel
 from ..speculative import acceptance_length, speculative_generate
-from .arguments import TargetArguments
+from .arguments import TargetArguments, check_local_path
 from .parsing import parse, usage_errors
 from .prepare import write_json
 
@@ -40,6 +40,7 @@ class EvaluateArguments:
     output: str | None = field(default=None, metadata={"help": "JSON file for the result."})
 
     def __post_init__(self) -> None:
+        check_local_path("draft", self.draft)
         for name in ("batch_size", "num_draft_tokens", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: pass at least 1.")

@@ -57,10 +57,10 @@ def make_draft(
     """A warm start from `draft`, with its own map; or a new head with a map of the training data."""
     implementation = draft_args.draft_attn_implementation
     if draft_args.draft is not None:
-        if data_args.draft_vocab_size is not None or data_args.vocab_map is not None:
-            raise ValueError("`draft` keeps its vocabulary map: leave out `draft_vocab_size` and `vocab_map`.")
         if ignored := draft_args.architecture_given():
             raise ValueError(f"`draft` keeps its architecture: leave out {', '.join(ignored)}.")
+        if data_args.draft_vocab_size is not None or data_args.vocab_map is not None:
+            raise ValueError("`draft` keeps its vocabulary map: leave out `draft_vocab_size` and `vocab_map`.")
         return Eagle3DraftModel.from_pretrained(
             draft_args.draft, target=target, dtype=torch.float32, attn_implementation=implementation
         )
