@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
+from .. import alignment
 from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftModel
 from ..target import FrozenTarget, TargetStates
@@ -48,12 +49,13 @@ class Eagle3Trainer(Trainer):
         **kwargs: Any,
     ):
         _refuse_unsupported_launches(args)
-        if not isinstance(target, FrozenTarget):
+        if isinstance(target, FrozenTarget):
+            model.fit_to_target(target.model)
+        else:
             if target.device.type == "cpu":  # one that was loaded onto devices, or quantised there, stays where it is
                 target.to(args.device)  # type: ignore[arg-type]
-            model.fit_to_target(target)
+            model.fit_to_target(target)  # it may fill in the layer ids
             target = FrozenTarget(target, model.config.eagle_aux_hidden_state_layer_ids)
-        model.fit_to_target(target.model)
         if model.t2d is None and len(target.head_weight) != model.config.draft_vocab_size:
             raise ValueError(
                 f"The target's head has {len(target.head_weight)} rows, its embedding {model.config.vocab_size}: make "
@@ -65,7 +67,7 @@ class Eagle3Trainer(Trainer):
                 parameter.data = parameter.data.float()
         kwargs.setdefault("data_collator", DraftCollator(args.ttt_steps))
         self._train_sums, self._eval_sums = MetricSums(), MetricSums()
-        self._kept_states: dict[int, TargetStates] = {}
+        self._kept_states: dict[tuple[bytes, ...], TargetStates] = {}
         super().__init__(
             model=model,
             args=args,
@@ -83,9 +85,8 @@ class Eagle3Trainer(Trainer):
 
     @staticmethod
     def _count_documents(batch: dict[str, Any]) -> int:
-        rows, length = batch["row_sets"][0], batch["document_ids"].shape[1]
-        documents = batch["document_ids"].flatten()[rows] + rows // length * length
-        return torch.unique_consecutive(documents).numel()
+        documents = alignment.unique_document_ids(batch["document_ids"], batch["input_ids"]).flatten()
+        return int(alignment.sequence_weights(batch["row_sets"][0], documents)[1])
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
@@ -121,7 +122,7 @@ class Eagle3Trainer(Trainer):
         tensors = {name: inputs[name] for name in ("input_ids", "position_ids", "document_ids")}
         if not keep:
             return self.target(**tensors)
-        key = hash(tuple(tensor.cpu().numpy().tobytes() for tensor in tensors.values()))
+        key = tuple(tensor.cpu().numpy().tobytes() for tensor in tensors.values())
         if key not in self._kept_states:
             self._kept_states[key] = self.target(**tensors).to("cpu")
         return self._kept_states[key].to(self.args.device)

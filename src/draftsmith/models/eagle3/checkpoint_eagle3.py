@@ -214,14 +214,15 @@ class Eagle3PreTrainedModel(PreTrainedModel):
         if self.config.eagle_aux_hidden_state_layer_ids is None:
             self.config.eagle_aux_hidden_state_layer_ids = resolve_aux_layer_ids(None, num_layers)
         check_aux_layer_ids(self.config.eagle_aux_hidden_state_layer_ids, num_layers)
+        embedding = embedding_weight(target)
         expected = (self.config.vocab_size, self.config.target_hidden_size)
-        if tuple(embedding_weight(target).shape) != expected:
+        if tuple(embedding.shape) != expected:
             raise ValueError(
-                f"The target's embedding is {tuple(embedding_weight(target).shape)}, but the head was made for "
+                f"The target's embedding is {tuple(embedding.shape)}, but the head was made for "
                 f"{expected} (`vocab_size`, `target_hidden_size`): it belongs to another target."
             )
         if self.embed_tokens is None:
-            self.set_input_embeddings(embedding_weight(target))
+            self.set_input_embeddings(embedding)
 
     def save_pretrained(self, save_directory, is_main_process=True, state_dict=None, *args, **kwargs) -> None:
         """Write the layout that vLLM and SGLang serve; as in [`~transformers.PreTrainedModel.save_pretrained`]."""
