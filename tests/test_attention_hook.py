@@ -1,5 +1,6 @@
 """`attn_implementation="block_sparse_flash"` on stock transformers models."""
 
+import functools
 import json
 
 import pytest
@@ -343,3 +344,75 @@ def test_op_arguments_pass_through():
     expected = block_sparse_flash_attention(query, key, value, **arguments)
     assert weights is None
     torch.testing.assert_close(actual, expected.transpose(1, 2))
+
+
+# On a GPU, where kernels serve bf16
+
+GPU_FAMILIES = {
+    "llama": {"head_dim": 32},
+    "qwen3": {"head_dim": 128},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 50, "num_experts_per_tok": 4},  # all: no choice hangs on a rounding
+}
+
+
+def gpu_model(family, attn_implementation, dtype=torch.bfloat16):
+    sizes = {"hidden_size": 128, "max_position_embeddings": 1024, **GPU_FAMILIES[family]}
+    model = tiny_model(family, attn_implementation=attn_implementation, dtype=torch.bfloat16, **sizes)
+    return model.to("cuda", dtype)
+
+
+def errors_from_fp32(family, ours, separate):
+    """The error of `ours`, and of eager attention in bf16 on the `separate` documents, from fp32."""
+    exact, eager = (
+        torch.cat([logits(gpu_model(family, "eager", dtype), document) for document in separate], dim=1).float()
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    return (ours - exact).norm().item(), (eager - exact).norm().item()
+
+
+@pytest.fixture(params=["best engine", "triton"])
+def engine(request, monkeypatch):
+    if request.param == "triton":
+        attention = functools.partial(block_sparse_flash_attention, implementation="triton")
+        monkeypatch.setattr("draftsmith.transformers_hooks.block_sparse_flash_attention", attention)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_bf16_logits_equal_eager_on_a_gpu(family, engine):
+    input_ids = random_tokens(2, 333).cuda()
+    error, eager_error = errors_from_fp32(family, logits(gpu_model(family, ATTENTION_NAME), input_ids), [input_ids])
+    assert error <= 2 * eager_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_packed_documents_equal_separate_ones_on_a_gpu(family, engine):
+    lengths = (100, 257, 1, 150)
+    input_ids, position_ids = random_tokens(1, sum(lengths)).cuda(), packed(*lengths)[0].cuda()
+    ours = logits(gpu_model(family, ATTENTION_NAME), input_ids, position_ids=position_ids)
+    error, eager_error = errors_from_fp32(family, ours, input_ids.split(lengths, dim=1))
+    assert error <= 2 * eager_error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_no_future_token_is_seen_on_a_gpu(family, engine):
+    model, input_ids = gpu_model(family, ATTENTION_NAME), random_tokens(2, 300).cuda()
+    before = logits(model, input_ids)
+    input_ids[:, 200] = (input_ids[:, 200] + 1) % 90
+    after = logits(model, input_ids)
+    assert torch.equal(before[:, :200], after[:, :200])
+    assert (after[:, 200] - before[:, 200]).abs().max() > 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", GPU_FAMILIES)
+def test_generate_equals_eager_on_a_gpu(family):
+    input_ids = random_tokens(3, 70).cuda()
+    attention_mask = (torch.arange(70) >= torch.tensor([[0], [3], [60]])).long().cuda()
+    options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": attention_mask, "eos_token_id": None}
+    expected, actual = (
+        gpu_model(family, name, torch.float32).generate(input_ids, **options) for name in ("eager", ATTENTION_NAME)
+    )
+    assert actual.tolist() == expected.tolist()

@@ -251,7 +251,9 @@ def bad_call(**changes):
         ("`query_positions` must ascend", {"query_positions": torch.tensor([[0, 1, 3, -1, 2, 5]])}),
         ("`query_positions` holds 6", {"query_positions": torch.tensor([[0, 1, 2, 3, 4, 6]])}),
         ("`sinks`", {"sinks": torch.zeros(2)}),
-        (r"'fa4' is not available; choose from \['reference', 'sdpa'\]", {"implementation": "fa4"}),
+        ("'flash' is unknown", {"implementation": "flash"}),
+        ("'fa4' cannot serve this call: `query` is on cpu", {"implementation": "fa4"}),
+        ("'cudnn' cannot serve this call: `query` is on cpu", {"implementation": "cudnn"}),
     ],
 )
 def test_wrong_arguments_are_named(message, changes):

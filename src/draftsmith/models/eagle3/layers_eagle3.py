@@ -112,6 +112,9 @@ class Eagle3Attention(nn.Module):
             _, key = apply_rotary_pos_emb(key, key, cos, sin)
         if cache is not None:
             key, value = cache.update(key, value, 0)
+        key_gradients = visibility.get("key_gradients")
+        if key_gradients is not None and not earlier_keys:
+            key, value = key_gradients.track(key, value)
         attended = self._attend(query, [*earlier_keys, (key, value)], visibility)  # [B, Q, Hq, d]
         return self.o_proj(attended.flatten(2)), key, value
 
@@ -129,7 +132,8 @@ class Eagle3Attention(nn.Module):
             return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **visibility)[0]
         if query.shape[2] == 0:  # transformers' sdpa cannot reshape an empty step
             return query.transpose(1, 2)
-        mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **visibility)
+        masks = {name: value for name, value in visibility.items() if name != "key_gradients"}
+        mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **masks)
         key, value = (torch.cat(states, dim=2) for states in zip(*step_keys, strict=True))
         return attend(key, value, mask)[0]
 

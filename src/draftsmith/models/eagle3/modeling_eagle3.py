@@ -16,7 +16,7 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ... import alignment
-from ...ops import DraftLossSums, streaming_draft_loss
+from ...ops import DraftLossSums, KeyGradients, streaming_draft_loss
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
 
@@ -211,6 +211,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         window = self.config.sliding_window
         hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
         computed_rows = torch.arange(len(tokens), device=tokens.device)
+        documents, key_gradients = documents[None], KeyGradients()
         step_keys: list[StepKeys] = []
         normed_outputs: list[torch.Tensor] = []
         for step, rows in enumerate(row_sets):
@@ -227,11 +228,12 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                 _visible_keys(step_keys, row_sets, step, window),
                 None,
                 {
-                    "document_ids": documents[None],
+                    "document_ids": documents,
                     "query_positions": rows[None],
                     "sliding_window": None
                     if window is None
                     else window - step,  # it counts from the query's own position
+                    "key_gradients": key_gradients,
                 },
             )
             step_keys.append((key, value))

@@ -1,21 +1,21 @@
 """Attention of a training-time-test unroll: block-sparse causal part, one extra key per query row and later step."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .engines import ENGINES, Engine
+from ..precision import accumulation_dtype
+from .engines import Engine, choose, load
+from .key_gradients import KeyGradients
 from .layout import Layout
-from .merge import merge_backward, merge_forward
 from .reference import reference_attention
 from .validation import check_masks, check_tensors
 
 
-__all__ = ["block_sparse_flash_attention", "reference_attention"]
+__all__ = ["KeyGradients", "block_sparse_flash_attention", "reference_attention"]
 
 
 def block_sparse_flash_attention(
@@ -30,6 +30,8 @@ def block_sparse_flash_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
     implementation: str | None = None,
+    *,
+    key_gradients: KeyGradients | None = None,
 ) -> Tensor:
     """Causal attention inside documents, plus J keys that only their own query row sees.
 
@@ -47,91 +49,65 @@ def block_sparse_flash_attention(
             them. Diagonals are never hidden.
         sinks: [Hq] logits that join each softmax without a value.
         scale: factor on the scores; default D ** -0.5.
-        implementation: None (`"sdpa"` on CPU; `"reference"`, dense, elsewhere), `"sdpa"` or `"reference"`.
+        implementation: None picks the fastest engine that serves the call and logs it once: `"fa4"`, `"cudnn"`,
+            `"triton"` or `"reference"` (dense) on CUDA, `"sdpa"` on CPU; a name forces one.
+        key_gradients: where several calls share `key` and `value`, sums their gradients in fp32; see [`KeyGradients`].
 
     Returns:
         [B, Hq, Q, D] in `query`'s dtype. Padding queries (position or document -1) give 0 and zero gradients.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; an unknown `implementation`, or one that does not run on
-            this device; on CPU also ids that are not contiguous runs and positions that do not ascend.
+        ValueError: shapes, dtypes or devices that do not fit; an unknown `implementation`, or one that cannot serve
+            this call, with the reason; on CPU also ids that are not contiguous runs and positions that do not ascend.
     """
     check_tensors(query, key, value, diagonal_keys, diagonal_values)
     check_masks(query, key, document_ids, query_positions, sinks)
+    document_ids, query_positions = (
+        None if ids is None else ids.contiguous() for ids in (document_ids, query_positions)
+    )
     layout = Layout(document_ids, query_positions, query.shape[0], key.shape[2])
     if query.device.type == "cpu":  # elsewhere reading values would stall the device
         layout.check_values()
-    attend = IMPLEMENTATIONS[_choose(implementation, query.device.type)]
-    return attend(
-        query, key, value, tuple(diagonal_keys), tuple(diagonal_values),
-        layout=layout, window=sliding_window, sinks=sinks, scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if scale <= 0:  # engines take the maximum of raw scores, then scale it
+        query, scale = query * scale, 1.0
+    name = choose(implementation, query, layout, sliding_window)
+    if name == "reference":
+        return reference_attention(
+            query, key, value, diagonal_keys, diagonal_values, document_ids=document_ids,
+            query_positions=query_positions, sliding_window=sliding_window, sinks=sinks, scale=scale,
+        )  # fmt: skip
+    return _Attention.apply(
+        load(name), layout, sliding_window, scale, key_gradients, query, key, value, sinks,
+        *diagonal_keys, *diagonal_values,
     )  # fmt: skip
 
 
-def _choose(implementation: str | None, device_type: str) -> str:
-    if implementation is None:
-        return "sdpa" if device_type == "cpu" else "reference"
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"`implementation` {implementation!r} is not available; choose from {sorted(IMPLEMENTATIONS)} or None"
-        )
-    if implementation in ENGINES and ENGINES[implementation].device_type != device_type:
-        needed = ENGINES[implementation].device_type
-        raise ValueError(f"`implementation` {implementation!r} runs on {needed}, not on {device_type}: pass None")
-    return implementation
-
-
-def _reference(
-    query: Tensor, key: Tensor, value: Tensor, diagonal_keys: Sequence[Tensor], diagonal_values: Sequence[Tensor],
-    *, layout: Layout, window: int | None, sinks: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    return reference_attention(
-        query, key, value, diagonal_keys, diagonal_values, document_ids=layout.document_ids,
-        query_positions=layout.query_positions, sliding_window=window, sinks=sinks, scale=scale,
-    )  # fmt: skip
-
-
-def _merged(
-    query: Tensor, key: Tensor, value: Tensor, diagonal_keys: Sequence[Tensor], diagonal_values: Sequence[Tensor],
-    *, engine: Engine, layout: Layout, window: int | None, sinks: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    return _MergedAttention.apply(
-        engine, layout, window, scale, query, key, value, sinks, *diagonal_keys, *diagonal_values
-    )
-
-
-class _MergedAttention(torch.autograd.Function):
-    """An engine's causal part with diagonals and sinks merged in."""
-
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float,
+        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float, key_gradients: KeyGradients | None,
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         count = len(diagonals) // 2
-        out, lse = engine.forward(query, key, value, layout, window=window, scale=scale)
-        out, lse = merge_forward(out, lse, query, diagonals[:count], diagonals[count:], sinks, layout.padding, scale)
+        out, lse = engine.forward(
+            query, key, value, diagonals[:count], diagonals[count:], sinks, layout, window=window, scale=scale
+        )
         ctx.save_for_backward(query, key, value, sinks, out, lse, *diagonals)
-        ctx.engine, ctx.layout, ctx.window, ctx.scale = engine, layout, window, scale
+        ctx.engine, ctx.layout, ctx.window, ctx.scale, ctx.key_gradients = engine, layout, window, scale, key_gradients
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse, *diagonals = ctx.saved_tensors
-        count = len(diagonals) // 2
-        grad_query, grad_key, grad_value = ctx.engine.backward(
-            grad_out, query, key, value, out, lse, ctx.layout, window=ctx.window, scale=ctx.scale
-        )
-        merged = merge_backward(
-            grad_query, grad_out, out, lse, query, diagonals[:count], diagonals[count:], sinks, ctx.layout.padding,
-            ctx.scale,
+        count, shared = len(diagonals) // 2, ctx.key_gradients is not None
+        gradients, grad_key, grad_value = ctx.engine.backward(
+            grad_out, query, key, value, diagonals[:count], diagonals[count:], sinks, out, lse, ctx.layout,
+            window=ctx.window, scale=ctx.scale, key_dtype=accumulation_dtype(key.dtype) if shared else key.dtype,
         )  # fmt: skip
-        gradients = (merged.query, grad_key.to(key.dtype), grad_value.to(value.dtype), merged.sinks)
-        return None, None, None, None, *gradients, *merged.keys, *merged.values
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "reference": _reference,
-    **{name: partial(_merged, engine=engine) for name, engine in ENGINES.items()},
-}
+        if shared:
+            ctx.key_gradients.add(grad_key, grad_value)
+            grad_key = grad_value = None
+        constants = (None,) * 5
+        return *constants, gradients.query, grad_key, grad_value, gradients.sinks, *gradients.keys, *gradients.values

@@ -1,109 +1,121 @@
-"""Engines for the causal, same-document, windowed part of the attention; `merge.py` adds everything else.
+"""The engines by name, and which of them serves a call.
 
-An engine's forward returns (out0, lse0): 0 and -inf where a query sees no step-0 key. Its backward gets the *merged*
+`triton` computes everything; `fa4`, `cudnn` and `sdpa` compute the causal, same-document, windowed part, (out0, lse0)
+with 0 and -inf where a query sees no step-0 key, and a merge adds diagonals and sinks. Their backward gets the merged
 (out, lse) and so returns the exact gradients of its own part: its probabilities are exp(score - lse), and
 rowsum(grad_out * out) covers all parts.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..precision import accumulation_dtype, matmul_dtype
-from .layout import Layout, Run
+from . import cudnn
+from .layout import Layout
+from .merge import MergeGradients
 
 
-QUERY_BLOCK = 128  # bounds the masks of queries that are not a document's first rows: [QUERY_BLOCK, keys in sight]
+logger = logging.getLogger(__name__)
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+# The first that does not refuse a call serves it.
+PREFERENCES = {"cuda": ("fa4", "cudnn", "triton", "reference"), "cpu": ("sdpa",)}
+MERGES = {"fa4": "merge_triton", "cudnn": "merge_triton", "sdpa": "merge"}
+IMPLEMENTATIONS = ("fa4", "cudnn", "triton", "sdpa", "reference")
 
 
 class Engine(NamedTuple):
+    """forward(query, key, value, diagonal_keys, diagonal_values, sinks, layout, *, window, scale) -> out, lse.
+    backward(grad_out, <those six>, out, lse, layout, *, window, scale, key_dtype) -> gradients, grad_key, grad_value.
+    """
+
     forward: Callable[..., tuple[Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    device_type: str
+    backward: Callable[..., tuple[MergeGradients, Tensor, Tensor]]
+    refuses: Callable[[Tensor, Layout, int | None], str | None]  # the reason
 
 
-class _Block(NamedTuple):
-    """One call of the flash operator; `mask` is additive, None where causality alone (or nothing) hides keys."""
-
-    batch: slice
-    queries: slice
-    keys: slice
-    is_causal: bool
-    mask: Tensor | None
-
-
-def _blocks(layout: Layout, window: int | None, dtype: torch.dtype) -> Iterator[_Block]:
-    if window is None or window > 0:
-        for run in layout.runs:
-            yield from _run_blocks(run, window, dtype)
+@functools.cache
+def load(name: str) -> Engine:
+    module = importlib.import_module(f".{name}", __package__)
+    if name not in MERGES:
+        return Engine(module.forward, module.backward, module.refuses)
+    merge = importlib.import_module(f".{MERGES[name]}", __package__)
+    return Engine(
+        functools.partial(_forward, part=module, merge=merge),
+        functools.partial(_backward, part=module, merge=merge),
+        module.refuses,
+    )
 
 
-def _run_blocks(run: Run, window: int | None, dtype: torch.dtype) -> Iterator[_Block]:
-    count, end = len(run.positions), int(run.positions[-1]) + 1
-    if end - run.keys.start == count and (window is None or window >= count):
-        yield _Block(run.batch, run.queries, slice(run.keys.start, end), True, None)
-        return
-    for start in range(0, count, QUERY_BLOCK):
-        rows = run.positions[start : start + QUERY_BLOCK]
-        first = run.keys.start if window is None else max(run.keys.start, int(rows[0]) - window + 1)
-        keys = slice(first, int(rows[-1]) + 1)
-        queries = slice(run.queries.start + start, run.queries.start + start + len(rows))
-        yield _Block(run.batch, queries, keys, False, _mask(rows, keys, window, dtype))
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, diagonal_keys: Sequence[Tensor], diagonal_values: Sequence[Tensor],
+    sinks: Tensor | None, layout: Layout, *, window: int | None, scale: float, part: ModuleType, merge: ModuleType,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, lse = part.forward(query, key, value, layout, window=window, scale=scale)
+    if not diagonal_keys and sinks is None:
+        return out.to(query.dtype), lse.masked_fill(lse == float("-inf"), float("inf"))
+    return merge.merge_forward(out, lse, query, diagonal_keys, diagonal_values, sinks, layout.padding, scale)
 
 
-def _mask(rows: Tensor, keys: slice, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    if len(rows) == 1:
+def _backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, diagonal_keys: Sequence[Tensor],
+    diagonal_values: Sequence[Tensor], sinks: Tensor | None, out: Tensor, lse: Tensor, layout: Layout,
+    *, window: int | None, scale: float, key_dtype: torch.dtype, part: ModuleType, merge: ModuleType,
+) -> tuple[MergeGradients, Tensor, Tensor]:  # fmt: skip
+    causal = part.backward(grad_out, query, key, value, out, lse, layout, window=window, scale=scale)
+    grad_query, grad_key, grad_value = causal
+    if not diagonal_keys and sinks is None:
+        gradients = MergeGradients(grad_query.to(query.dtype), [], [], None)
+    else:
+        gradients = merge.merge_backward(
+            grad_query, grad_out, out, lse, query, diagonal_keys, diagonal_values, sinks, layout.padding, scale
+        )
+    return gradients, grad_key.to(key_dtype), grad_value.to(key_dtype)
+
+
+def choose(implementation: str | None, query: Tensor, layout: Layout, window: int | None) -> str:
+    """The engine for a call: `implementation`, or the fastest that can serve it. Raises ValueError where it cannot."""
+    if implementation is not None:
+        if implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"`implementation` {implementation!r} is unknown: pass None or one of {IMPLEMENTATIONS}")
+        if reason := refusal(implementation, query, layout, window):
+            raise ValueError(f"`implementation` {implementation!r} cannot serve this call: {reason}. Pass None.")
+        return implementation
+    reasons = {}
+    for name in PREFERENCES.get(query.device.type, ("reference",)):
+        reason = refusal(name, query, layout, window)
+        if reason is None and name in ("fa4", "cudnn") and torch.are_deterministic_algorithms_enabled():
+            reason = "its backward may not repeat bit by bit"
+        if reason is None and name == "cudnn" and not cudnn.repeats(query):
+            reason = "it would build a plan for a shape that has not come often yet"
+        if reason is None:
+            break
+        reasons[name] = reason
+    _log_choice(name, query.dtype, query.shape[-1], tuple(reasons.items()))
+    return name
+
+
+def refusal(name: str, query: Tensor, layout: Layout, window: int | None) -> str | None:
+    """Why the engine cannot serve a call; None if it can."""
+    if name == "reference":
         return None
-    distance = rows[:, None] - torch.arange(keys.start, keys.stop)  # [q, k]
-    hidden = distance < 0
-    if window is not None:
-        hidden |= distance >= window
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    if (name == "triton" or MERGES.get(name) == "merge_triton") and not _is_installed("triton"):
+        return "triton is not installed"
+    return load(name).refuses(query, layout, window)
 
 
-def _prepare(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.to(dtype)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+@functools.cache
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
-def sdpa_forward(
-    query: Tensor, key: Tensor, value: Tensor, layout: Layout, *, window: int | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """PyTorch's CPU flash operator: one call per document, or per query block where needed."""
-    dtype = matmul_dtype(query.dtype, query.device)
-    out = query.new_zeros(query.shape, dtype=dtype)
-    lse = query.new_full(query.shape[:-1], float("-inf"), dtype=accumulation_dtype(dtype))
-    query, key, value = (_prepare(tensor, dtype) for tensor in (query, key, value))
-    for batch, queries, keys, is_causal, mask in _blocks(layout, window, dtype):
-        out[batch, :, queries], lse[batch, :, queries] = _flash(
-            query[batch, :, queries], key[batch, :, keys], value[batch, :, keys],
-            is_causal=is_causal, attn_mask=mask, scale=scale,
-        )  # fmt: skip
-    return out, lse
-
-
-def sdpa_backward(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, layout: Layout,
-    *, window: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dtype = matmul_dtype(query.dtype, query.device)
-    grads = tuple(torch.zeros(tensor.shape, dtype=dtype) for tensor in (query, key, value))
-    grad_query, grad_key, grad_value = grads
-    grad_out, query, key, value, out = (_prepare(tensor, dtype) for tensor in (grad_out, query, key, value, out))
-    for batch, queries, keys, is_causal, mask in _blocks(layout, window, dtype):
-        block_query, block_key, block_value = _flash_backward(
-            grad_out[batch, :, queries], query[batch, :, queries], key[batch, :, keys], value[batch, :, keys],
-            out[batch, :, queries], lse[batch, :, queries], 0.0, is_causal, attn_mask=mask, scale=scale,
-        )  # fmt: skip
-        grad_query[batch, :, queries] = block_query
-        grad_key[batch, :, keys] += block_key
-        grad_value[batch, :, keys] += block_value
-    return grad_query, grad_key, grad_value
-
-
-ENGINES = {"sdpa": Engine(sdpa_forward, sdpa_backward, "cpu")}
+@functools.cache  # once per choice, not once per call
+def _log_choice(name: str, dtype: torch.dtype, head_dim: int, refused: tuple[tuple[str, str], ...]) -> None:
+    others = "".join(f"; `{other}` not: {reason}" for other, reason in refused)
+    logger.info("Attention runs on `%s` (%s, head_dim %d)%s", name, dtype, head_dim, others)

@@ -19,6 +19,7 @@ class MergeGradients(NamedTuple):
     keys: list[Tensor]  # J x [B, Hkv, Q, D]
     values: list[Tensor]  # J x [B, Hkv, Q, D]
     sinks: Tensor | None  # [Hq]
+    delta: Tensor | None = None  # [B, Hq, Q], rowsum(grad_out * out)
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:
@@ -43,8 +44,6 @@ def merge_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of all parts; out in `query`'s dtype, 0 at padding queries."""
-    if not keys and sinks is None:
-        return out0.to(query.dtype), lse0.masked_fill(lse0 == float("-inf"), float("inf"))
     parts = [lse0]
     if keys:
         grouped = _grouped(query, keys[0].shape[1])
@@ -90,7 +89,7 @@ def merge_backward(
     if sinks is not None:
         weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
         grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
-    return MergeGradients(grad_query.to(query.dtype), grad_keys, grad_values, grad_sinks)
+    return MergeGradients(grad_query.to(query.dtype), grad_keys, grad_values, grad_sinks, delta)
 
 
 def _diagonal_backward(

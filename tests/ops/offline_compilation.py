@@ -1,0 +1,92 @@
+"""Compiles the kernels that an attention call launches for an H100 or H200, on a machine without any GPU.
+
+    python -m tests.ops.offline_compilation '[["bfloat16", 128]]'
+
+prints one JSON line per kernel. Needs a process of its own: under TRITON_INTERPRET nothing is compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from draftsmith.ops.block_sparse_attention import merge_triton
+from draftsmith.ops.block_sparse_attention import triton as engine
+from draftsmith.ops.block_sparse_attention.layout import Layout
+
+
+DIAGONALS, LENGTH = 6, 4096
+
+
+class Usage(NamedTuple):
+    registers: int
+    spill_bytes: int  # and any other local memory
+    static_shared: int
+
+
+def resource_usage(cubin: bytes) -> Usage:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text).groups())
+    return Usage(registers, stack, shared)
+
+
+class OfflineDriver:
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(monkeypatched: type[JITFunction]) -> dict[str, Any]:
+    """From now on a launch compiles its kernel and stops there; returns the kernels by name, as they come."""
+    kernels: dict[str, Any] = {}
+    run = monkeypatched.run
+
+    def compile_kernel(self, *args, warmup, **kwargs):
+        kernels[self.fn.__name__] = run(self, *args, warmup=True, **kwargs)
+
+    triton.runtime.driver.set_active(OfflineDriver())
+    monkeypatched.run = compile_kernel
+    return kernels
+
+
+def call(dtype: torch.dtype, head_dim: int) -> None:
+    """Forward and backward of the last step of an unroll, with documents and sinks; and of other engines' merge."""
+    query = torch.empty(1, 8, LENGTH, head_dim, dtype=dtype)
+    key = value = torch.empty(1, 2, LENGTH, head_dim, dtype=dtype)
+    diagonals, sinks = [key] * DIAGONALS, torch.empty(8)
+    layout = Layout(torch.zeros(1, LENGTH, dtype=torch.long), None, 1, LENGTH)
+    out, lse = engine.forward(query, key, value, diagonals, diagonals, sinks, layout, window=None, scale=1.0)
+    engine.backward(
+        out, query, key, value, diagonals, diagonals, sinks, out, lse, layout, window=None, scale=1.0, key_dtype=dtype
+    )
+    merge_triton.merge_forward(out, lse, query, diagonals, diagonals, sinks, layout.padding, 1.0)
+
+
+def main(configurations: list[tuple[str, int]]) -> None:
+    kernels = compile_only(JITFunction)
+    for dtype, head_dim in configurations:
+        call(getattr(torch, dtype), head_dim)
+        for name, kernel in kernels.items():
+            usage = resource_usage(kernel.asm["cubin"])
+            fields = {"kernel": name, "dtype": dtype, "head_dim": head_dim, "shared": kernel.metadata.shared}
+            print(json.dumps(fields | usage._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,189 @@
+"""The Triton engine under Triton's interpreter: what its kernels compute, not how fast."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from draftsmith.ops import block_sparse_flash_attention
+from tests.ops.attention_cases import NAN, OPTIONS, Case, check, make_problem, random_cases, run
+
+
+pytest.importorskip("triton")
+
+import numpy as np
+from triton.runtime import interpreter
+
+from draftsmith.ops.block_sparse_attention import triton as engine
+
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_attention_on_gpu.py runs the compiled kernels"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's: rows without keys divide 0 by 0
+]
+
+LENGTHS = (1, 2, 5, 16, 63, 64, 65, 127, 129, 150)
+CASES = list(random_cases(30, seed=1, batch=(1, 1, 2, 3), length=LENGTHS))
+MEDIUM = Case(
+    seed=0, batch=2, heads=(4, 2), head_dim=16, length=150, documents="gaps", queries="holes", window=None,
+    diagonals=2, sinks=True, scale=None, dtype=torch.bfloat16, memory="transposed", grad_memory="contiguous",
+    padding=NAN, needs_grad="all", id_dtype=torch.int64, id_memory="contiguous",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def round_bf16_as_gpus_do(monkeypatch):
+    """The interpreter cuts the low bits of an fp32 off where a GPU rounds to the nearest bf16."""
+    convert, tl = interpreter._convert_float, interpreter.tl
+
+    def convert_exactly(values, source, target, rounding_mode):
+        values = np.ascontiguousarray(values)
+        if (source, target) == (tl.float32, tl.bfloat16):
+            return torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        if (source, target) == (tl.bfloat16, tl.float32):
+            return values.view(np.uint16).astype(np.uint32) << 16
+        return convert(values, source, target, rounding_mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.seed))
+def test_equals_dense(case):
+    check(case, "triton")
+
+
+def test_the_cases_use_every_option():
+    for name, values in OPTIONS.items():
+        assert {getattr(case, name) for case in CASES} == set(LENGTHS if name == "length" else values), name
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 16)])
+def test_ranges_that_start_and_end_anywhere_in_a_tile(rows, keys, monkeypatch):
+    """With small tiles, so that every offset turns up."""
+    tile = engine.Tile(rows, keys, 4, 1)
+    monkeypatch.setattr(engine, "tiles_for", lambda head_dim, dtype: engine.Tiles(tile, tile, tile))
+    cases = random_cases(
+        7, seed=rows * keys, batch=(2,), heads=((1, 1),), head_dim=(16,), length=(110, 130, 150),
+        documents=("packed", "gaps", "none"), queries=("all", "subset", "holes"), window=(None, 40, 55), diagonals=(0, 1),
+        dtype=(torch.float32,), needs_grad=("all",),
+    )  # fmt: skip
+    for case in cases:
+        check(case, "triton")
+
+
+@pytest.mark.parametrize("changes", [{"documents": "packed"}, {"documents": "none", "queries": "all", "window": 300}])
+def test_many_tiles_on_both_axes(changes):
+    """Some rows see a key tile in part, some all of it."""
+    case = dataclasses.replace(MEDIUM, batch=1, heads=(2, 1), length=1100, queries="subset", diagonals=1)
+    check(dataclasses.replace(case, **changes), "triton")
+
+
+def attend(inputs, **options):
+    """Query, key, value (, diagonal key, diagonal value): the output and all gradients."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = block_sparse_flash_attention(*leaves[:3], leaves[3:4], leaves[4:], implementation="triton", **options)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def make_inputs(length, *, batch=1, heads=(2, 1), dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    counts = (heads[0], *[heads[1]] * 4)
+    return [torch.randn(batch, count, length, 16, generator=generator).to(dtype) for count in counts]
+
+
+def test_results_repeat_whatever_the_order_of_programs(monkeypatch):
+    """Bit by bit: no program reads what another writes, and none writes outside its tile."""
+    problem = make_problem(MEDIUM)
+    inputs = problem.inputs(MEDIUM.padding)
+    first, second = run(problem, inputs, "triton"), run(problem, inputs, "triton")
+    builder, set_index = interpreter.interpreter_builder, interpreter.interpreter_builder.set_grid_idx
+
+    def set_mirrored_index(*index):
+        set_index(*(count - 1 - i for count, i in zip(builder.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", set_mirrored_index)
+    mirrored = run(problem, inputs, "triton")
+    for tensor, *others in zip(first, second, mirrored, strict=True):
+        assert all(torch.equal(tensor, other) for other in others)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_nothing_is_written_outside_the_buffers(head_dim, monkeypatch):
+    buffers, guard = [], 4096
+
+    def guarded(create):
+        def create_guarded(*args, **kwargs):
+            tensor = create(*args, **kwargs)
+            size = tensor.untyped_storage().nbytes() // tensor.itemsize
+            buffer = torch.full((size + 2 * guard,), 77).to(tensor.dtype)
+            buffers.append(buffer)
+            return buffer.as_strided(tensor.shape, tensor.stride(), guard).copy_(tensor)
+
+        return create_guarded
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, guarded(getattr(owner, name)))
+    check(dataclasses.replace(MEDIUM, head_dim=head_dim), "triton")
+    assert buffers
+    for buffer in buffers:
+        canary = torch.tensor(77).to(buffer.dtype)
+        assert (buffer[:guard] == canary).all() and (buffer[-guard:] == canary).all()
+
+
+@pytest.mark.parametrize(("axis", "size"), [(0, 3), (1, 4), (2, 190)])
+def test_rows_more_than_2_to_the_31_elements_apart(axis, size):
+    """The memory between the rows is never touched, so it takes address space only."""
+    sizes = [1, 2, 40, 16]
+    sizes[axis] = size
+    far = 2_400_000_000 // (size - 1) // 16 * 16  # aligned: nothing needs a copy
+    storage = torch.UntypedStorage(2 * (2**31 + 2_500_000_000))
+    inputs = make_inputs(sizes[2], batch=sizes[0], heads=(sizes[1], sizes[1]), dtype=torch.bfloat16)
+
+    def spread(index, tensor):
+        apart = torch.empty_like(tensor.movedim(axis, 0), memory_format=torch.contiguous_format).movedim(0, axis)
+        strides = [far if dim == axis else stride for dim, stride in enumerate(apart.stride())]
+        # A 32-bit offset that wraps around to -2**31 still falls into the storage.
+        start = 2**31 + index * tensor.numel()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, start, tensor.shape, strides).copy_(tensor)
+
+    expected = attend(inputs)
+    actual = attend([spread(index, tensor) for index, tensor in enumerate(inputs)])
+    for tensor, other in zip(actual, expected, strict=True):
+        assert torch.equal(tensor, other)
+
+
+def test_packed_documents_equal_separate_ones():
+    lengths = (3, 70, 1, 40)
+    documents = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None]
+    inputs = make_inputs(sum(lengths))
+    packed = attend(inputs, document_ids=documents)
+    apart = [attend([tensor.split(lengths, 2)[index] for tensor in inputs]) for index in range(len(lengths))]
+    for tensor, parts in zip(packed, zip(*apart, strict=True), strict=True):
+        torch.testing.assert_close(tensor, torch.cat(parts, 2), rtol=1e-5, atol=1e-6)
+
+
+def test_changing_one_document_leaves_the_others_bit_identical():
+    documents = torch.tensor([[0] * 40 + [1] * 50 + [2] * 30])
+    inputs = make_inputs(120)
+    changed = [tensor.index_add(2, torch.arange(40, 90), tensor[:, :, 40:90]) for tensor in inputs]
+    for before, after in zip(
+        attend(inputs, document_ids=documents), attend(changed, document_ids=documents), strict=True
+    ):
+        assert torch.equal(before[:, :, :40], after[:, :, :40]) and torch.equal(before[:, :, 90:], after[:, :, 90:])
+        assert not torch.equal(before[:, :, 40:90], after[:, :, 40:90])
+
+
+@pytest.mark.parametrize("window", [0, -2])
+@pytest.mark.parametrize("sinks", [None, torch.ones(2)], ids=["no sinks", "sinks"])
+def test_rows_without_any_key_give_zero_and_zero_gradients(window, sinks):
+    for tensor in attend(make_inputs(5)[:3], sliding_window=window, sinks=sinks):
+        assert (tensor == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("query", "reason"),
+    [(torch.zeros(1, 1, 3, 257), "257"), (torch.zeros(1, 1, 3, 16, dtype=torch.float64), "float64")],
+)
+def test_what_it_cannot_compute_is_refused(query, reason):
+    with pytest.raises(ValueError, match=f"`implementation` 'triton' .*{reason}"):
+        block_sparse_flash_attention(query, query, query, implementation="triton")
