@@ -1,79 +1,32 @@
-"""Measurements, printed and kept under `benchmarks/` with the machine. Random data, one subprocess per point.
+"""Measurements, printed and kept under `benchmarks/` with the machine. Random data. `-h` after a name: its options.
 
-python scripts/benchmark.py loss-memory     peak resident growth of the draft loss over its rows, streamed and dense
+python scripts/benchmark.py loss-memory        peak resident growth of the draft loss over its rows, streamed and dense
+python scripts/benchmark.py attention          every attention engine against FlexAttention and dense (GPU)
+python scripts/benchmark.py attention-memory   time and memory over the length, ours, FlexAttention, dense (GPU)
+python scripts/benchmark.py attention-figures  figures and Markdown tables from the results of the two
+python scripts/benchmark.py targets            forward of whole targets under our attention and transformers' (GPU)
 """
 
 import argparse
-import json
-import os
-import platform
-import subprocess
+import importlib
 import sys
-from pathlib import Path
-
-import torch
 
 
-ROOT = Path(__file__).parents[1]
-HIDDEN, VOCABULARY, CHUNK = 64, 128 * 1024, 256
-DENSE_ROWS = 1024  # beyond, the dense loss needs more than 20 GiB
+BENCHMARKS = {
+    "loss-memory": "loss_memory",
+    "attention": "attention",
+    "attention-memory": "attention_memory",
+    "attention-figures": "attention_figures",
+    "targets": "targets",
+}
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("benchmark", choices=BENCHMARKS)
-    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.worker:
-        print(measure_loss_memory(args.worker[0], int(args.worker[1])))
-    else:
-        BENCHMARKS[args.benchmark]()
+    name = parser.parse_args(arguments[:1]).benchmark
+    importlib.import_module(f"benchmarks.{BENCHMARKS[name]}").main(arguments[1:])
 
-
-def loss_memory() -> None:
-    """Growth in MiB for several row counts at V = 128k; the streamed loss must not grow with the rows."""
-    logits = 2 * CHUNK * VOCABULARY * 4 / 2**20  # draft and teacher logits of one chunk
-    table = []
-    for rows in (256, 1024, 4096):
-        row: dict[str, int | None] = {"rows": rows, "dense": None}
-        for kind in ("streamed", "dense") if rows <= DENSE_ROWS else ("streamed",):
-            command = [sys.executable, __file__, "loss-memory", "--worker", kind, str(rows)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            row[kind] = round(float(done.stdout))
-        table.append(row)
-        print(f"{rows:5d} rows: streamed {row['streamed']} MiB, dense {row['dense']} MiB", flush=True)
-    result = {
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "shape": {"vocabulary": VOCABULARY, "hidden": HIDDEN, "chunk_size": CHUNK, "dtype": "float32"},
-        "chunk_logits_mib": logits,
-        "peak_growth_mib": table,
-    }
-    path = ROOT / "benchmarks" / "loss_memory.json"
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"logits of one chunk: {logits:.0f} MiB; written to {path.relative_to(ROOT)}")
-
-
-def measure_loss_memory(kind: str, rows: int) -> float:
-    """Peak resident growth in MiB of one forward and backward, over the resident size before it."""
-    from draftsmith.ops import streaming_draft_loss
-    from draftsmith.ops.streaming_loss.reference import reference_draft_loss
-
-    torch.manual_seed(0)
-    weight = torch.randn(VOCABULARY, HIDDEN, requires_grad=True)
-    teacher_weight = torch.randn(VOCABULARY, HIDDEN)
-    states, teacher = [torch.randn(rows, HIDDEN, requires_grad=True)], torch.randn(rows, HIDDEN)
-    options = {"streamed": {"chunk_size": CHUNK}, "dense": {}}[kind]
-    loss_function = {"streamed": streaming_draft_loss, "dense": reference_draft_loss}[kind]
-    before = _kibibytes("VmRSS")
-    loss_function(states, weight, teacher, teacher_weight, [torch.arange(rows)], **options)[0].backward()
-    return (_kibibytes("VmHWM") - before) / 1024
-
-
-def _kibibytes(name: str) -> int:
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))
-
-
-BENCHMARKS = {"loss-memory": loss_memory}
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

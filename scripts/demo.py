@@ -111,9 +111,7 @@ def decode_held_out(
     print(result.table())
     print(f"drafted {result.drafted}, accepted {sum(result.accepted_per_position)}, in {result.rounds} verifications")
     measured = (result.new_tokens - result.prompts) / verified.rows
-    print(
-        f"tokens per verification, counted at the target: {measured:.3f}; reported: {result.acceptance_length:.3f}"
-    )
+    print(f"tokens per verification, counted at the target: {measured:.3f}; reported: {result.acceptance_length:.3f}")
 
     plain = plain_greedy(target, tokenizer, prompts, args)
     same = sum(ours == theirs for ours, theirs in zip(answers, plain, strict=True))

@@ -1,0 +1,1 @@
+"""One module per benchmark, each with `main(arguments)`; `scripts/benchmark.py` picks by name."""
