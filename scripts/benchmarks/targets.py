@@ -6,8 +6,11 @@ other; packed documents equal separate ones.
 """
 
 import argparse
+import contextlib
 import copy
+import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ import torch._dynamo
 from torch import Tensor
 from transformers import AutoModel, GptOssConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-import draftsmith  # noqa: F401  registers the attention
+from draftsmith import transformers_hooks
+from draftsmith.ops import block_sparse_flash_attention
 from draftsmith.transformers_hooks import ATTENTION_NAME
 
 from .common import OUTPUT, Results, extra_gib, failure, median_ms, release_memory, show_choices
@@ -25,12 +29,14 @@ from .common import OUTPUT, Results, extra_gib, failure, median_ms, release_memo
 
 ALLOWED = 2.0  # times the error, or the difference, of correct attentions
 LOGIT_ROWS = 256
+OURS = (ATTENTION_NAME, f"{ATTENTION_NAME} by triton")  # the fastest that is installed, and what is always there
+DRY_OURS = (ATTENTION_NAME, f"{ATTENTION_NAME} by sdpa")
 
 
 @dataclass(frozen=True)
 class Target:
     config: PreTrainedConfig
-    attentions: tuple[str, ...]
+    attentions: tuple[str, ...]  # names of transformers; ours also as "name by engine"
     plain: str  # transformers' own, whose distance from fp32 is the yardstick
 
 
@@ -63,14 +69,14 @@ def gpt_oss(**sizes: Any) -> GptOssConfig:
 
 
 TARGETS = {
-    "Llama-3.1-8B": Target(llama(), ("sdpa", "flex_attention", ATTENTION_NAME), "sdpa"),
-    "gpt-oss-20b": Target(gpt_oss(), ("eager", "flex_attention", ATTENTION_NAME), "eager"),
+    "Llama-3.1-8B": Target(llama(), ("sdpa", "flex_attention", *OURS), "sdpa"),
+    "gpt-oss-20b": Target(gpt_oss(), ("eager", "flex_attention", *OURS), "eager"),
 }
 _TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8,
          "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}  # fmt: skip
 DRY_TARGETS = {  # FlexAttention on CPU would be compiled from C++, and refuses sinks
-    "Llama-3.1-8B": Target(llama(**_TINY), ("sdpa", "eager", ATTENTION_NAME), "sdpa"),
-    "gpt-oss-20b": Target(gpt_oss(**_TINY | {"num_local_experts": 4}), ("eager", ATTENTION_NAME), "eager"),
+    "Llama-3.1-8B": Target(llama(**_TINY), ("sdpa", "eager", *DRY_OURS), "sdpa"),
+    "gpt-oss-20b": Target(gpt_oss(**_TINY | {"num_local_experts": 4}), ("eager", *DRY_OURS), "eager"),
 }
 
 
@@ -105,6 +111,19 @@ def states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | Non
     return model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
 
 
+@contextlib.contextmanager
+def attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    name, _, engine = attention.partition(" by ")
+    model.set_attn_implementation(name)
+    if engine:
+        forced = functools.partial(block_sparse_flash_attention, implementation=engine)
+        transformers_hooks.block_sparse_flash_attention = forced  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        transformers_hooks.block_sparse_flash_attention = block_sparse_flash_attention
+
+
 def measure_target(name: str, target: Target, settings: Settings, results: Results) -> None:
     device = settings.device
     model = build(target.config, settings)
@@ -114,10 +133,10 @@ def measure_target(name: str, target: Target, settings: Settings, results: Resul
     for attention in target.attentions:
         row = {"target": name, "attention": attention, "experts": experts}
         try:
-            model.set_attn_implementation(attention)
-            outputs[attention] = states(model, input_ids)  # compiles
-            row["extra_gib"] = extra_gib(lambda: [states(model, input_ids)], device)
-            row["forward_ms"] = median_ms(lambda: states(model, input_ids), device, settings.seconds, most=5)
+            with attending(model, attention):
+                outputs[attention] = states(model, input_ids)  # compiles
+                row["extra_gib"] = extra_gib(lambda: [states(model, input_ids)], device)
+                row["forward_ms"] = median_ms(lambda: states(model, input_ids), device, settings.seconds, most=5)
             row["tokens_per_second"] = 1000 * settings.length / row["forward_ms"]
             row["status"] = "ok"
         except Exception as error:  # the other attentions are still of interest
@@ -139,7 +158,7 @@ def compare(name: str, model: PreTrainedModel, outputs: dict[str, Tensor], resul
     for one, other in pairs:
         logits = [outputs[attention][0, rows] @ head.T for attention in (one, other)]
         differences[one, other] = (difference(outputs[one], outputs[other]), difference(*logits))
-    theirs = [pair for pair in pairs if ATTENTION_NAME not in pair]
+    theirs = [pair for pair in pairs if not any(name.startswith(ATTENTION_NAME) for name in pair)]
     noise = max(max(differences[pair]) for pair in theirs or pairs)
     for pair, (of_states, of_logits) in differences.items():
         row = {"target": name, "compared": list(pair), "states": of_states, "logits": of_logits}
