@@ -9,8 +9,8 @@ from torch.autograd.function import once_differentiable
 
 from ..precision import accumulation_dtype, matmul_dtype
 from .chunking import choose_chunk_size
+from .dispatch import row_functions
 from .head import LinearHead
-from .rows import cross_entropy_rows
 from .streaming import Computed, inverse_count, scaled_loss, without_autocast
 from .validation import check_cross_entropy_inputs, check_labels
 
@@ -114,7 +114,8 @@ def _stream(
         states = hidden[rows].to(dtype)
         logits = head.logits(states)
         factor = coefficient[chunk] if any(needs) else None
-        losses[chunk] = cross_entropy_rows(logits, problem.labels[chunk], factor, problem.softcap).loss
+        row_losses = row_functions(logits).cross_entropy_rows
+        losses[chunk] = row_losses(logits, problem.labels[chunk], factor, problem.softcap).loss
         head.accumulate(logits, states)
         if grad_hidden is not None:
             grad_hidden[rows] = head.rows_grad(logits).to(hidden.dtype)

@@ -157,6 +157,7 @@ def _stream(
     head = LinearHead(weight, None, dtype=dtype, capacity=capacity, needs_weight_grad=needs[-1])
     order = pairs.stacking(chunks).to(weight.device, non_blocking=True)
     entries = pairs.entries.to(weight.device, non_blocking=True)[order]
+    students = pairs.students(chunks).to(weight.device, non_blocking=True)
     factor = coefficient[order] if any(needs) else None
     grads = [torch.empty_like(state) if needed else None for state, needed in zip(states, needs, strict=False)]
     results = []
@@ -164,7 +165,8 @@ def _stream(
         rows = torch.cat([state[part] for state, part in zip(states, chunk.states, strict=True)]).to(dtype)
         logits = head.logits(rows)
         chunk_factor = None if factor is None else factor[chunk.stacked]
-        results.append(targets.losses(logits, chunk.teacher, entries[chunk.stacked], chunk_factor))
+        taught = entries[chunk.stacked], students[chunk.teacher]
+        results.append(targets.losses(logits, chunk.teacher, *taught, chunk_factor))
         head.accumulate(logits, rows)
         if any(needs[:-1]):
             _scatter(head.rows_grad(logits), grads, chunk.states)

@@ -65,3 +65,14 @@ class DraftPairs:
         """[P], the pairs in the order in which the chunks bring them."""
         numbers = torch.arange(len(self.entries)).split(self.sizes)
         return torch.cat([step[rows] for chunk in chunks for step, rows in zip(numbers, chunk.states, strict=True)])
+
+    def students(self, chunks: Sequence[Chunk]) -> Tensor:
+        """[|R_0|, K], where in its chunk's stacked rows the state is that an entry teaches at a step; -1 for none."""
+        order = self.stacking(chunks)
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))  # [P]
+        starts = torch.tensor([chunk.stacked.start for chunk in chunks])
+        sizes = torch.tensor([chunk.stacked.stop - chunk.stacked.start for chunk in chunks])
+        places -= torch.repeat_interleave(starts, sizes)[places]
+        table = torch.full((self.sizes[0], len(self.sizes)), -1)
+        table[self.entries, self.steps] = places
+        return table

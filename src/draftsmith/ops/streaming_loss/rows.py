@@ -131,7 +131,7 @@ def _summarise(logits: Tensor, vocabulary: DraftVocabulary | None, softcap: floa
 def teacher_rows(
     logits: Tensor,  # [n, D], overwritten with the gradient if `coefficient` is given
     teacher_logits: Tensor,  # [C, V]
-    entries: Tensor,  # [n], the teacher row of each student row
+    students: Tensor,  # [C, K], the row of `logits` of each teacher row and step, -1 where there is none
     coefficient: Tensor | None,  # [n], the loss's factor in the gradient; None: no gradient
     *,
     objective: str,
@@ -139,6 +139,9 @@ def teacher_rows(
     teacher_softcap: float | None,
 ) -> RowLosses:
     dtype = accumulation_dtype(logits.dtype)
+    entries = torch.empty(len(logits), dtype=torch.long, device=logits.device)  # the teacher row of each student row
+    taught = students >= 0
+    entries[students[taught]] = taught.nonzero()[:, 0]
     teacher = _summarise(teacher_logits, vocabulary, teacher_softcap)
     best = teacher.best[entries]  # [n]
     loss, alpha = (logits.new_empty(len(logits), dtype=dtype) for _ in range(2))

@@ -7,27 +7,33 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..precision import matmul_dtype
+from .dispatch import row_functions
 from .head import LinearHead
-from .rows import DraftVocabulary, RowLosses, cross_entropy_rows, teacher_rows
+from .rows import DraftVocabulary, RowLosses
 from .validation import check_labels
 
 
 class Targets(Protocol):
-    def losses(self, logits: Tensor, chunk: slice, entries: Tensor, coefficient: Tensor | None) -> RowLosses:
+    def losses(
+        self, logits: Tensor, chunk: slice, entries: Tensor, students: Tensor, coefficient: Tensor | None
+    ) -> RowLosses:
         """Losses of one chunk's draft `logits`, overwritten with the gradient if `coefficient` is given.
 
-        `chunk` are the teacher's entries, `entries` [n] the one of each row of `logits`.
+        `chunk` are the teacher's entries, `entries` [n] the one of each row of `logits`, and `students` [C, K] the row
+        of `logits` of each of those entries and step, -1 where there is none.
         """
 
 
 class LabelTargets(NamedTuple):
     labels: Tensor  # [|R_0|], draft ids, -1 outside the draft vocabulary
 
-    def losses(self, logits: Tensor, chunk: slice, entries: Tensor, coefficient: Tensor | None) -> RowLosses:
+    def losses(
+        self, logits: Tensor, chunk: slice, entries: Tensor, students: Tensor, coefficient: Tensor | None
+    ) -> RowLosses:
         labels = self.labels[entries]
         inside = labels >= 0
         factor = None if coefficient is None else coefficient * inside
-        result = cross_entropy_rows(logits, labels.clamp(min=0), factor)
+        result = row_functions(logits).cross_entropy_rows(logits, labels.clamp(min=0), factor)
         return RowLosses(result.loss * inside, result.hit & inside, None)
 
 
@@ -38,10 +44,12 @@ class TeacherTargets(NamedTuple):
     vocabulary: DraftVocabulary | None
     softcap: float | None
 
-    def losses(self, logits: Tensor, chunk: slice, entries: Tensor, coefficient: Tensor | None) -> RowLosses:
+    def losses(
+        self, logits: Tensor, chunk: slice, entries: Tensor, students: Tensor, coefficient: Tensor | None
+    ) -> RowLosses:
         teacher_logits = self.head.logits(self.states[chunk].to(self.head.weight.dtype))
-        return teacher_rows(
-            logits, teacher_logits, entries - chunk.start, coefficient, objective=self.objective,
+        return row_functions(logits).teacher_rows(
+            logits, teacher_logits, students, coefficient, objective=self.objective,
             vocabulary=self.vocabulary, teacher_softcap=self.softcap,
         )  # fmt: skip
 

@@ -1,0 +1,136 @@
+"""The Triton row functions of the losses against the plain ones, under Triton's interpreter."""
+
+import random
+
+import pytest
+import torch
+
+from draftsmith.ops.streaming_loss import cross_entropy, rows, targets
+from tests.ops import test_streaming_cross_entropy as hard_loss
+from tests.ops import test_streaming_draft_loss as draft_loss
+
+
+pytest.importorskip("triton")
+
+from draftsmith.ops.streaming_loss import triton as kernels
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = [
+    pytest.mark.usefixtures(*(["round_bf16_as_gpus_do"] if DEVICE == "cpu" else [])),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's: infinities of masked columns are subtracted
+]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture
+def through_kernels(monkeypatch):
+    """The losses on CPU tensors, through kernels that need several tiles even here."""
+    monkeypatch.setattr(kernels, "BLOCK", 256)
+    for module in (cross_entropy, targets):
+        monkeypatch.setattr(module, "row_functions", lambda logits: kernels)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the losses choose these kernels by themselves there")
+@pytest.mark.parametrize("objective", draft_loss.OBJECTIVES)
+@pytest.mark.parametrize("seed", (0, 1, 3))  # the interpreter is slow
+def test_draft_loss_equals_dense(objective, seed, through_kernels):
+    draft_loss.test_equals_dense_for_random_options(objective, seed, torch.float32)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the losses choose these kernels by themselves there")
+@pytest.mark.parametrize("seed", range(8))
+def test_cross_entropy_equals_dense(seed, through_kernels):
+    hard_loss.test_equals_dense_for_random_options(seed, torch.float32)
+
+
+def assert_rows_equal(ours, plain, gradient, plain_gradient, dtype):
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(ours.loss, plain.loss, rtol=2e-5, atol=2e-5)
+    assert torch.equal(ours.hit, plain.hit)
+    if plain.alpha is not None:
+        torch.testing.assert_close(ours.alpha, plain.alpha, rtol=2e-5, atol=2e-6)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(gradient, plain_gradient, rtol=2 * eps + 1e-5, atol=2 * eps * 1e-2 + 1e-6)
+
+
+def normal(generator, *shape):
+    return torch.randn(shape, generator=generator).mul_(3)
+
+
+@DTYPES
+@pytest.mark.parametrize("vocabulary", [1, 17, 65, 500])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_cross_entropy_rows(vocabulary, softcap, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 128)
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = normal(generator, 9, vocabulary).to(DEVICE, dtype)
+    labels = torch.randint(0, vocabulary, (9,), generator=generator).to(DEVICE)
+    coefficient = torch.rand(9, generator=generator).to(DEVICE)
+    results = []
+    for module in (kernels, rows):
+        for factor in (None, coefficient):
+            gradient = logits.clone()
+            results.append((module.cross_entropy_rows(gradient, labels, factor, softcap), gradient))
+    (value, untouched), ours, _, plain = results
+    assert torch.equal(value.loss, ours[0].loss) and torch.equal(untouched, logits)
+    assert_rows_equal(ours[0], plain[0], ours[1], plain[1], dtype)
+
+
+def random_students(rng, teachers, steps):
+    """[C, K] a row for most (teacher row, step) pairs, none for some teacher rows; and the number of rows."""
+    students = torch.full((teachers, steps), -1)
+    pairs = [(c, k) for c in range(1, teachers) for k in range(steps) if rng.random() < 0.8]
+    for row, (entry, step) in enumerate(rng.sample(pairs, len(pairs))):
+        students[entry, step] = row
+    return students, len(pairs)
+
+
+@DTYPES
+@pytest.mark.parametrize("objective", rows.TEACHER_OBJECTIVES)
+@pytest.mark.parametrize("seed", range(4))
+def test_teacher_rows(objective, seed, dtype, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 128)
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    students, count = random_students(rng, teachers=6, steps=(1, 3, 7, 8)[seed])
+    target_size = (50, 333, 500, 90)[seed]
+    draft_size = (50, 100, 257, 90)[seed]
+    vocabulary = None
+    if draft_size < target_size:
+        ids = torch.randperm(target_size, generator=generator)[:draft_size].sort().values
+        draft_ids = torch.full((target_size,), -1)
+        draft_ids[ids] = torch.arange(draft_size)
+        vocabulary = rows.DraftVocabulary(ids.to(DEVICE), draft_ids.to(DEVICE))
+    logits = normal(generator, count, draft_size).to(DEVICE, dtype)
+    teacher_logits = normal(generator, 6, target_size).to(DEVICE, dtype)
+    coefficient = torch.rand(count, generator=generator).to(DEVICE)
+    options = {"objective": objective, "vocabulary": vocabulary, "teacher_softcap": (None, 5.0)[seed % 2]}
+    results = []
+    for module in (kernels, rows):
+        for factor in (None, coefficient):
+            gradient = logits.clone()
+            found = module.teacher_rows(gradient, teacher_logits, students.to(DEVICE), factor, **options)
+            results.append((found, gradient))
+    (value, untouched), ours, _, plain = results
+    assert torch.equal(value.loss, ours[0].loss) and torch.equal(untouched, logits)
+    assert_rows_equal(ours[0], plain[0], ours[1], plain[1], dtype)
+
+
+def test_ties_count_as_torch_counts_them(monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 16)
+    logits = torch.zeros(3, 40, device=DEVICE)
+    logits[:, [5, 20, 39]] = 2.0
+    labels = torch.tensor([5, 20, 39], device=DEVICE)
+    assert kernels.cross_entropy_rows(logits, labels, None).hit.tolist() == [True, False, False]
+
+
+def test_not_a_number_is_not_hidden():
+    logits = torch.zeros(2, 40, device=DEVICE)
+    logits[1, 7] = float("nan")
+    loss = kernels.cross_entropy_rows(logits.clone(), torch.zeros(2, dtype=torch.long, device=DEVICE), None).loss
+    assert loss.isnan().tolist() == [False, True]
+    students = torch.tensor([[0], [1]], device=DEVICE)
+    options = {"objective": "kl", "vocabulary": None, "teacher_softcap": None}
+    teacher_logits = torch.zeros(2, 40, device=DEVICE)
+    loss = kernels.teacher_rows(logits, teacher_logits, students, None, **options).loss
+    assert loss.isnan().tolist() == [False, True]
