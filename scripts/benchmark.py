@@ -1,6 +1,9 @@
 """Measurements, printed and kept under `benchmarks/` with the machine. Random data. `-h` after a name: its options.
 
 python scripts/benchmark.py loss-memory        peak resident growth of the draft loss over its rows, streamed and dense
+python scripts/benchmark.py loss               streaming losses against bare products, torch, Liger and CCE (GPU)
+python scripts/benchmark.py lm                 full fine-tuning with whole and with streamed logits (GPU)
+python scripts/benchmark.py loss-figures       figures and Markdown tables from the results of the two
 python scripts/benchmark.py attention          every attention engine against FlexAttention and dense (GPU)
 python scripts/benchmark.py attention-memory   time and memory over the length, ours, FlexAttention, dense (GPU)
 python scripts/benchmark.py attention-figures  figures and Markdown tables from the results of the two
@@ -14,6 +17,9 @@ import sys
 
 BENCHMARKS = {
     "loss-memory": "loss_memory",
+    "loss": "loss",
+    "lm": "lm",
+    "loss-figures": "loss_figures",
     "attention": "attention",
     "attention-memory": "attention_memory",
     "attention-figures": "attention_figures",

@@ -52,7 +52,12 @@ def test_all_run_dry(tmp_path):
 
     benchmark.main(["targets", "--dry-run", "--output", str(targets)])
     rows = json.loads(targets.read_text())["rows"]
-    assert {row["attention"] for row in rows if "attention" in row} == {"sdpa", "eager", ATTENTION_NAME, f"{ATTENTION_NAME} by sdpa"}
+    assert {row["attention"] for row in rows if "attention" in row} == {
+        "sdpa",
+        "eager",
+        ATTENTION_NAME,
+        f"{ATTENTION_NAME} by sdpa",
+    }
     assert {row["target"] for row in rows if "packed" in row} == set(TARGETS)
     assert all(row.get("status", "ok") == "ok" for row in rows)
 

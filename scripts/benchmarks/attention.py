@@ -6,6 +6,7 @@ and backward over inputs, output and gradients. FlexAttention's block mask is bu
 """
 
 import argparse
+import functools
 import gc
 import time
 from collections.abc import Sequence
@@ -16,9 +17,22 @@ from typing import Any
 import torch
 
 from .attention_cases import CASES, MAIN_CASES, Case, Inputs, make_inputs
-from .attention_check import ALLOWED, Reference
+from .attention_check import Reference
 from .attention_contenders import Contender, Dense, Flex, Ours, score_bytes
-from .common import GIB, OUTPUT, Results, extra_gib, failure, median_ms, release_memory, show_choices
+from .common import (
+    ALLOWED,
+    GIB,
+    OUTPUT,
+    Refused,
+    Results,
+    attempt,
+    extra_gib,
+    line,
+    make_parser,
+    median_ms,
+    release_memory,
+    show_choices,
+)
 
 
 PEERS = {"flex": Flex, "dense": Dense}
@@ -42,12 +56,8 @@ DRY = {"device": torch.device("cpu"), "dtype": torch.float32, "seconds": 0, "who
 DRY_FACTOR, DRY_ENGINES = 2048, ("dense", "reference", "sdpa", "fa4", "auto")  # CPU has no fa4: how a refusal looks
 
 
-class Refused(ValueError):
-    """The contender does not serve this case, or not correctly."""
-
-
 def main(arguments: list[str]) -> None:
-    parser = make_parser("attention", __doc__, OUTPUT / "attention.json", ENGINES)
+    parser = make_engine_parser("attention", __doc__, OUTPUT / "attention.json", ENGINES)
     names = [case.name for case in CASES]
     parser.add_argument("--shapes", nargs="+", choices=names, help="default: all", metavar="NAME")
     parser.add_argument("--steps", nargs="+", type=int, help="numbers of diagonals; default: those of each shape")
@@ -60,14 +70,10 @@ def main(arguments: list[str]) -> None:
     run(cases, args, steps=steps)
 
 
-def make_parser(name: str, text: str | None, output: Path, engines: Sequence[str]) -> argparse.ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"benchmark.py {name}", description=text, formatter_class=formatter)
+def make_engine_parser(name: str, text: str | None, output: Path, engines: Sequence[str]) -> argparse.ArgumentParser:
+    parser = make_parser(name, text, output)
     parser.add_argument("--engines", nargs="+", help=f"default: {' '.join(engines)}", metavar="NAME")
     parser.set_defaults(default_engines=engines)
-    parser.add_argument("--output", type=Path, default=output, help="JSON, rewritten after every row")
-    parser.add_argument("--time-limit", type=float, default=480, help="seconds after which nothing new is begun")
-    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on CPU: tries the code, measures nothing")
     return parser
 
 
@@ -94,21 +100,13 @@ def measure_case(case: Case, step: int, engines: Sequence[str], settings: Settin
     shape = {"case": case.name, "step": step, **asdict(case), "visible_pairs": case.visible_pairs(step)}
     for name in ("name", "steps", "flex_steps"):
         del shape[name]
-    references: list[Reference] | None = None
+    references: list[Reference] = []
     flex_ms = None
     for engine in engines:
         if engine == "flex" and step not in case.flex_steps:
             continue
-        try:
-            if time.monotonic() > settings.deadline:
-                raise Refused("out of time")
-            if references is None:
-                references = make_references(case, step, settings)
-            figures = measure_engine(engine, references, settings)
-        except ValueError as error:  # by which the op, too, refuses
-            figures = {"status": "refused", "reason": str(error)}
-        except Exception as error:  # whatever fails, the other engines and shapes are still of interest
-            figures = failure(error)
+        measure = functools.partial(measure_engine, engine, case, step, references, settings)
+        figures = attempt(measure, settings.deadline)
         if engine == "flex":
             flex_ms = figures.get("forward_backward_ms")
         if flex_ms and figures["status"] == "ok":
@@ -127,13 +125,16 @@ def make_references(case: Case, step: int, settings: Settings) -> list[Reference
     ]
 
 
-def measure_engine(engine: str, references: list[Reference], settings: Settings) -> dict[str, Any]:
-    inputs = references[0].inputs
-    case, step, device = inputs.case, inputs.step, settings.device
+def measure_engine(
+    engine: str, case: Case, step: int, references: list[Reference], settings: Settings
+) -> dict[str, Any]:
+    if not references:  # by the first engine of a case, so that a failure to make them is its failure
+        references += make_references(case, step, settings)
+    inputs, device = references[0].inputs, settings.device
     if (needed := score_bytes(engine, case, step)) > LARGEST_DENSE:
         raise Refused(f"needs about {needed / GIB:.0f} GiB")
     contender = make_contender(engine, inputs)
-    figures: dict[str, Any] = {"status": "ok"}
+    figures: dict[str, Any] = {}
     if engine == "auto":
         figures["chosen"] = contender.engine()
     if isinstance(contender, Flex):
@@ -180,6 +181,4 @@ def _columns(row: dict[str, Any]) -> list[str]:
 
 
 def _line(columns: Sequence[str]) -> str:
-    widths = (34, 5, 15, 9, 9, 8, 5, 10, 8, 6)
-    cells = zip(columns, widths, strict=False)
-    return "".join(f"{text:<{width}}" if i < 3 else f"{text:>{width}}" for i, (text, width) in enumerate(cells))
+    return line(columns, widths=(34, 5, 15, 9, 9, 8, 5, 10, 8, 6), left=3)

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from .attention_cases import Inputs
-
-
-ALLOWED = 2.0  # times the error of dense attention in the same dtype
+from .common import ALLOWED, allowed_error
 
 
 def dense_attention(
@@ -78,7 +76,7 @@ class Reference:
         dtype = inputs.query.dtype
         truth = dense_results(inputs, queries, torch.float64)
         plain = dense_results(inputs, queries, dtype)
-        allowed = [_allowed_error(*pair, dtype) for pair in zip(plain, truth, strict=True)]
+        allowed = [allowed_error(*pair, dtype) for pair in zip(plain, truth, strict=True)]
         return cls(inputs, queries, truth, allowed)
 
     def error(self, run: Callable[[Tensor], list[Tensor]]) -> float:
@@ -97,9 +95,3 @@ class Reference:
             error = (result.double() - truth).norm().cpu() / allowed
             worst = torch.maximum(worst, ALLOWED * error)  # unlike max(), keeps NaN
         return worst.item()
-
-
-def _allowed_error(plain: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Plain attention may be exact by luck; nothing need be better than the rounded truth, or than fp32 sums."""
-    error = torch.maximum((plain.double() - truth).norm(), (truth.to(dtype).double() - truth).norm())
-    return (ALLOWED * error + 20 * torch.finfo(torch.float32).eps * truth.norm()).item() + 1e-30

@@ -2,11 +2,11 @@
 
 import argparse
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .common import OUTPUT
+from .common import OUTPUT, introduce, markdown_table, measured, not_run
 
 
 Row = dict[str, Any]
@@ -36,15 +36,11 @@ def main(arguments: list[str]) -> None:
     print(f"attention.md, attention_time.png and attention_memory.png written to {args.output_dir}")
 
 
-def measured(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row["status"] == "ok"]
-
-
 def _introduction(machine: dict[str, str]) -> str:
-    device, *versions = [f"{name} {version}" for name, version in machine.items()]
-    return f"""# Attention on {device.removeprefix("device ")}
+    device, versions = introduce(machine)
+    return f"""# Attention on {device}
 
-`scripts/benchmark.py attention` and `attention-memory`; {", ".join(versions)}.
+`scripts/benchmark.py attention` and `attention-memory`; {versions}.
 bf16, random data, medians. TFLOP/s count visible pairs only. A step has as many diagonals as its number. Extra memory
 is the peak of forward and backward over inputs, output and gradients. `auto` is what the op picks by itself."""
 
@@ -61,7 +57,7 @@ def shape_tables(rows: list[Row]) -> list[str]:
         _pivot("Extra memory, GiB", [row for row in done if row["extra_gib"] is not None], _gibibytes),
         _pivot("Error, in errors of dense attention of the same dtype (against fp64)", done, _error),
         compaction_table(done),
-        _table(
+        markdown_table(
             "FlexAttention's block mask, built once per batch, not part of the times above",
             ("shape", "step", "ms", "GiB"),
             [(*_shape(row), f"{row['mask_ms']:.2f}", f"{row['mask_gib']:.3f}") for row in done if "mask_ms" in row],
@@ -81,7 +77,7 @@ def compaction_table(done: list[Row]) -> str:
             pair = whole["forward_backward_ms"], row["forward_backward_ms"]
             lines.append((str(row["step"]), row["engine"], *map("{:.2f}".format, (*pair, pair[1] / pair[0]))))
     heading = "25% of the queries of 1x32768, in turns spread evenly: forward and backward, ms"
-    return _table(heading, ("step", "engine", "all", "25%", "ratio"), lines)
+    return markdown_table(heading, ("step", "engine", "all", "25%", "ratio"), lines)
 
 
 def length_tables(rows: list[Row]) -> list[str]:
@@ -109,19 +105,13 @@ def target_tables(rows: list[Row], tokens: int) -> list[str]:
         checks.append((row["target"], what, ", ".join(figures), row.get("status", "")))
     heading = f"Whole targets of random weights, forward of {tokens} tokens"
     return [
-        _table(heading, ("target", "attention", "ms", "GiB over the weights"), forwards),
-        _table("Relative differences of their last states and logits", ("target", "", "", ""), checks),
+        markdown_table(heading, ("target", "attention", "ms", "GiB over the weights"), forwards),
+        markdown_table("Relative differences of their last states and logits", ("target", "", "", ""), checks),
     ]
 
 
 def _not_run(heading: str, rows: list[Row]) -> str:
-    places: dict[tuple[str, str], list[str]] = {}
-    for row in rows:
-        if row["status"] != "ok":
-            reason = f"{row['status']}: {row['reason']}".replace("\n", " ")
-            places.setdefault((row["engine"], reason), []).append(f"{row['case']} step {row['step']}")
-    lines = [(engine, reason, "; ".join(shapes)) for (engine, reason), shapes in places.items()]
-    return _table(heading, ("engine", "reason", "shapes"), lines)
+    return not_run(heading, "engine", rows, lambda row: f"{row['case']} step {row['step']}")
 
 
 def _pivot(heading: str, rows: list[Row], cell: Callable[[Row], str], speedups: bool = False) -> str:
@@ -139,7 +129,7 @@ def _pivot(heading: str, rows: list[Row], cell: Callable[[Row], str], speedups: 
             line += [f"{ratios[name]:.2f} {name}" if ratios.get(name) else "" for name in (best, "triton")]
         lines.append(line)
     columns = ("shape", "step", *engines, *(("best over flex", "Triton over flex") if speedups else ()))
-    return _table(heading, columns, lines)
+    return markdown_table(heading, columns, lines)
 
 
 def _shape(row: Row) -> tuple[str, str]:
@@ -152,15 +142,6 @@ def _gibibytes(row: Row) -> str:
 
 def _error(row: Row) -> str:
     return f"{row['error_over_dense']:.2f}" if "error_over_dense" in row else ""
-
-
-def _table(heading: str, columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    lines = list(lines)
-    if not lines:
-        return ""
-    columns = list(columns)
-    body = "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
-    return f"## {heading}\n\n{body}"
 
 
 def draw(lengths: dict[str, Any], folder: Path) -> None:

@@ -4,7 +4,7 @@ Dense attention holds three score matrices of [batch, heads, length, length * (s
 dense too, with one column per diagonal.
 """
 
-from .attention import make_parser, run
+from .attention import make_engine_parser, run
 from .attention_cases import Case
 from .common import OUTPUT
 
@@ -19,5 +19,5 @@ CASES += [
 
 
 def main(arguments: list[str]) -> None:
-    parser = make_parser("attention-memory", __doc__, OUTPUT / "attention_memory.json", ENGINES)
+    parser = make_engine_parser("attention-memory", __doc__, OUTPUT / "attention_memory.json", ENGINES)
     run(CASES, parser.parse_args(arguments))

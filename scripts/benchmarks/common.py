@@ -1,5 +1,6 @@
 """What the benchmarks share: the clock, the memory meter, the machine, and results that are kept as they come."""
 
+import argparse
 import gc
 import importlib.metadata
 import json
@@ -11,7 +12,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,23 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks"
 GIB = 2**30
-PACKAGES = ("torch", "triton", "transformers", "flash-attn-4")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "liger-kernel", "cut-cross-entropy")
+ALLOWED = 2.0  # times the error of dense mathematics in the same dtype
+
+
+class Refused(ValueError):
+    """The contender does not serve this case, or not correctly."""
+
+
+def make_parser(name: str, text: str | None, output: Path, time_limit: float = 480) -> argparse.ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"benchmark.py {name}", description=text, formatter_class=formatter)
+    parser.add_argument("--output", type=Path, default=output, help="JSON, rewritten after every row")
+    parser.add_argument(
+        "--time-limit", type=float, default=time_limit, help="seconds after which nothing new is begun"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes on CPU: tries the code, measures nothing")
+    return parser
 
 
 def show_choices() -> None:
@@ -114,6 +131,18 @@ class Results:
         os.replace(temporary, self.path)
 
 
+def attempt(measure: Callable[[], dict[str, Any]], deadline: float) -> dict[str, Any]:
+    """The figures of `measure`, or why there are none: whatever fails, the rest is still of interest."""
+    try:
+        if time.monotonic() > deadline:
+            raise Refused("out of time")
+        return {"status": "ok", **measure()}
+    except ValueError as error:  # by which the library, too, refuses
+        return {"status": "refused", "reason": str(error)}
+    except Exception as error:
+        return failure(error)
+
+
 def failure(error: Exception) -> dict[str, str]:
     """What a row says instead of figures."""
     if isinstance(error, torch.OutOfMemoryError):
@@ -121,3 +150,49 @@ def failure(error: Exception) -> dict[str, str]:
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(place.filename).name}:{place.lineno}"
     return {"status": "failed", "reason": f"{type(error).__name__} at {where}: {str(error).strip()[:300]}"}
+
+
+def allowed_error(plain: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> float:
+    """From what dense mathematics in `dtype` makes of `truth`.
+
+    It may be exact by luck; nothing need be better than the rounded truth, or than fp32 sums.
+    """
+    error = torch.maximum((plain.double() - truth).norm(), (truth.to(dtype).double() - truth).norm())
+    return (ALLOWED * error + 20 * torch.finfo(torch.float32).eps * truth.norm()).item() + 1e-30
+
+
+def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["status"] == "ok"]
+
+
+def line(columns: Sequence[str], widths: Sequence[int], left: int) -> str:
+    """One line of a printed table, its first `left` columns aligned to the left."""
+    cells = zip(columns, widths, strict=False)
+    return "".join(f"{text:<{width}}" if i < left else f"{text:>{width}}" for i, (text, width) in enumerate(cells))
+
+
+def markdown_table(heading: str, columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Empty if there are no lines."""
+    lines = list(lines)
+    if not lines:
+        return ""
+    columns = list(columns)
+    body = "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *lines))
+    return f"## {heading}\n\n{body}"
+
+
+def not_run(heading: str, name: str, rows: Iterable[dict[str, Any]], where: Callable[[dict[str, Any]], str]) -> str:
+    """Table of reasons: which `row[name]` gave each, and at what."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["status"] != "ok":
+            reason = f"{row['status']}: {row['reason']}".replace("\n", " ")
+            places.setdefault((row[name], reason), []).append(where(row))
+    lines = [(who, reason, "; ".join(shapes)) for (who, reason), shapes in places.items()]
+    return markdown_table(heading, (name, "reason", "shapes"), lines)
+
+
+def introduce(machine: dict[str, str]) -> tuple[str, str]:
+    """The device, and the versions of what ran there."""
+    device, *versions = [f"{name} {version}" for name, version in machine.items()]
+    return device.removeprefix("device "), ", ".join(versions)

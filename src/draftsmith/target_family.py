@@ -92,6 +92,28 @@ def softcap(config: PreTrainedConfig) -> float | None:
     return next((cap for field in _SOFTCAP_FIELDS if (cap := config_field(config, field))), None)
 
 
+def linear_head(model: PreTrainedModel) -> nn.Linear:
+    """The output head as a plain linear module (of PEFT's `modules_to_save`, the trained copy), or `ValueError`."""
+    head: Any = base_model(model).get_output_embeddings()
+    if is_peft_available():
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils import ModulesToSaveWrapper
+
+        if isinstance(head, ModulesToSaveWrapper):
+            head = head.modules_to_save[head.active_adapters[0]]
+        if isinstance(head, BaseTunerLayer):
+            raise ValueError(
+                "An adapter on the output head is not supported: take the head out of `target_modules` and train it "
+                "whole, by naming it in `modules_to_save`."
+            )
+    if type(head) is nn.Linear and type(head.weight) is nn.Parameter and head.weight.is_floating_point():
+        return head
+    raise ValueError(
+        f"The output head of {type(base_model(model)).__name__} is a {type(head).__name__}, not a plain `nn.Linear`: "
+        "load the model with `AutoModelForCausalLM`, its head neither quantised nor sharded."
+    )
+
+
 @torch.no_grad()
 def head_tensors(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Whole, plain, dequantised `weight` [V, Ht] and `bias` [V] of the output head; the live ones if already plain."""

@@ -23,7 +23,8 @@ pytestmark = [
 ]
 
 LENGTHS = (1, 2, 5, 16, 63, 64, 65, 127, 129, 150)
-CASES = list(random_cases(30, seed=1, batch=(1, 1, 2, 3), length=LENGTHS))
+# Of 3000 seeds the one that best pairs options: groups of 7 heads with diagonals, NaN between documents, and so on.
+CASES = list(random_cases(30, seed=846, batch=(1, 1, 2, 3), length=LENGTHS))
 MEDIUM = Case(
     seed=0, batch=2, heads=(4, 2), head_dim=16, length=150, documents="gaps", queries="holes", window=None,
     diagonals=2, sinks=True, scale=None, dtype=torch.bfloat16, memory="transposed", grad_memory="contiguous",
@@ -41,9 +42,11 @@ def test_the_cases_use_every_option():
         assert {getattr(case, name) for case in CASES} == set(LENGTHS if name == "length" else values), name
 
 
-@pytest.mark.parametrize("changes", [{"documents": "packed"}, {"documents": "none", "queries": "all", "window": 300}])
+@pytest.mark.parametrize(
+    "changes", [{"documents": "packed"}, {"documents": "none", "queries": "all", "length": 1300, "window": 1150}]
+)
 def test_many_tiles_on_both_axes(changes):
-    """Some rows see a key tile in part, some all of it."""
+    """Some rows see a key tile in part, some all of it; in the second case more rows than 1024."""
     case = dataclasses.replace(MEDIUM, batch=1, heads=(2, 1), length=1100, queries="subset", diagonals=1)
     check(dataclasses.replace(case, **changes), "triton")
 
@@ -61,16 +64,16 @@ def make_inputs(length, *, batch=1, heads=(2, 1), dtype=torch.float32):
     return [torch.randn(batch, count, length, 16, generator=generator).to(dtype) for count in counts]
 
 
-@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (16, 32), (32, 16)])
-def test_ranges_that_start_and_end_anywhere_in_a_tile(rows, keys, monkeypatch):
+@pytest.mark.parametrize(("rows", "keys", "length"), [(16, 16, 64), (16, 32, 128), (32, 16, 64)])
+def test_ranges_that_start_and_end_anywhere_in_a_tile(rows, keys, length, monkeypatch):
     """Small tiles, and documents that start one row later in each batch row: every offset turns up."""
-    tile, batch, length = engine.Tile(rows, keys, 4, 1), 16, 64
+    tile, batch = engine.Tile(rows, keys, 4, 1), 1024 // length
     monkeypatch.setattr(engine, "tiles_for", lambda head_dim, dtype: engine.Tiles(tile, tile, tile))
     columns = torch.arange(length).expand(batch, -1)
     documents = (columns >= torch.arange(batch)[:, None]).long() - 1
     half = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)).argsort(1)[:, ::2].sort(1).values
     query, key, value, *_ = make_inputs(length, batch=batch, heads=(1, 1))
-    for positions, window in ((None, 30), (half, None)):
+    for positions, window in ((None, 31), (half, None)):
         inputs = [query if positions is None else query[:, :, ::2], key, value]
         options = {"document_ids": documents, "query_positions": positions, "sliding_window": window}
         ours, dense = (attend(inputs, implementation, **options) for implementation in ("triton", "reference"))
@@ -94,8 +97,8 @@ def test_results_repeat_whatever_the_order_of_programs(monkeypatch):
         assert all(torch.equal(tensor, other) for other in others)
 
 
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_nothing_is_written_outside_the_buffers(head_dim, monkeypatch):
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 2), 16), ((7, 1), 80)])
+def test_nothing_is_written_outside_the_buffers(heads, head_dim, monkeypatch):
     buffers, guard = [], 4096
 
     def guarded(create):
@@ -110,7 +113,7 @@ def test_nothing_is_written_outside_the_buffers(head_dim, monkeypatch):
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, guarded(getattr(owner, name)))
-    check(dataclasses.replace(MEDIUM, head_dim=head_dim), "triton")
+    check(dataclasses.replace(MEDIUM, heads=heads, head_dim=head_dim), "triton")
     assert buffers
     for buffer in buffers:
         canary = torch.tensor(77).to(buffer.dtype)

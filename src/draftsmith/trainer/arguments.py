@@ -91,3 +91,13 @@ class Eagle3TrainingArguments(TrainingArguments):
             )
         # accelerate's dispatcher would slice the row sets of a batch as if they were rows.
         self.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
+
+
+def refuse_unsupported_launches(args: TrainingArguments) -> None:
+    if args.fsdp:
+        raise ValueError("`fsdp` is not supported: shard with DeepSpeed ZeRO (`deepspeed=`).")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"{args.n_gpu} GPUs are visible to one process: start one process each with "
+            f"`torchrun --nproc_per_node {args.n_gpu}`, or show one with CUDA_VISIBLE_DEVICES."
+        )

@@ -15,7 +15,7 @@ from .. import alignment
 from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftModel
 from ..target import FrozenTarget, TargetStates
-from .arguments import Eagle3TrainingArguments
+from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .metrics import MetricSums, draft_metrics
 
 
@@ -48,7 +48,7 @@ class Eagle3Trainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         **kwargs: Any,
     ):
-        _refuse_unsupported_launches(args)
+        refuse_unsupported_launches(args)
         if isinstance(target, FrozenTarget):
             model.fit_to_target(target.model)
         else:
@@ -209,13 +209,3 @@ class _EvenlySplit(Dataset):
 
 def _count_rows(batch: dict[str, Any]) -> int:
     return len(batch["row_sets"][0])
-
-
-def _refuse_unsupported_launches(args: Eagle3TrainingArguments) -> None:
-    if args.fsdp:
-        raise ValueError("`fsdp` is not supported: shard with DeepSpeed ZeRO (`deepspeed=`).")
-    if args.n_gpu > 1:
-        raise ValueError(
-            f"{args.n_gpu} GPUs are visible to one process: start one process each with "
-            f"`torchrun --nproc_per_node {args.n_gpu}`, or show one with CUDA_VISIBLE_DEVICES."
-        )
