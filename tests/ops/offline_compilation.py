@@ -1,8 +1,9 @@
 """Compiles the kernels that an attention call launches for an H100 or H200, on a machine without any GPU.
 
-    python -m tests.ops.offline_compilation '[["bfloat16", 128]]'
+    python -m tests.ops.offline_compilation '[["bfloat16", 128, "large"]]'
 
-prints one JSON line per kernel. Needs a process of its own: under TRITON_INTERPRET nothing is compiled.
+prints one JSON line per kernel, with the tiles of GPUs of large or small shared memory. Needs a process of its own:
+under TRITON_INTERPRET nothing is compiled.
 """
 
 import json
@@ -78,13 +79,14 @@ def call(dtype: torch.dtype, head_dim: int) -> None:
     merge_triton.merge_forward(out, lse, query, diagonals, diagonals, sinks, layout.padding, 1.0)
 
 
-def main(configurations: list[tuple[str, int]]) -> None:
-    kernels = compile_only(JITFunction)
-    for dtype, head_dim in configurations:
+def main(configurations: list[tuple[str, int, str]]) -> None:
+    kernels, tiles_for = compile_only(JITFunction), engine.tiles_for
+    for dtype, head_dim, memory in configurations:
+        engine.tiles_for = tiles_for if memory == "large" else lambda query: engine.SMALL_TILES_16_BIT[query.shape[-1]]
         call(getattr(torch, dtype), head_dim)
         for name, kernel in kernels.items():
             usage = resource_usage(kernel.asm["cubin"])
-            fields = {"kernel": name, "dtype": dtype, "head_dim": head_dim, "shared": kernel.metadata.shared}
+            fields = {"kernel": name, "configuration": [dtype, head_dim, memory], "shared": kernel.metadata.shared}
             print(json.dumps(fields | usage._asdict()), flush=True)
 
 

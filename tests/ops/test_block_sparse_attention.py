@@ -219,6 +219,14 @@ def test_twenty_lengths_keep_no_memory_between_calls():
         torch.testing.assert_close(ours, dense)
 
 
+@pytest.mark.parametrize("window", [10**20, -(10**20), True])
+def test_windows_of_any_size(window):
+    inputs = make_inputs(queries=6, keys=6)
+    for name in ("sdpa", "reference"):
+        expected = attend(inputs, sliding_window=min(max(int(window), 0), 6), implementation=name)
+        assert torch.equal(attend(inputs, sliding_window=window, implementation=name), expected)
+
+
 def test_second_order_gradients_are_refused():
     leaves = [tensor.requires_grad_() for tensor in make_inputs(queries=4, keys=4)]
     (grad,) = torch.autograd.grad(attend(leaves).square().sum(), leaves[0], create_graph=True)
@@ -251,6 +259,8 @@ def bad_call(**changes):
         ("`query_positions` must ascend", {"query_positions": torch.tensor([[0, 1, 3, -1, 2, 5]])}),
         ("`query_positions` holds 6", {"query_positions": torch.tensor([[0, 1, 2, 3, 4, 6]])}),
         ("`sinks`", {"sinks": torch.zeros(2)}),
+        ("`sinks` must hold", {"sinks": torch.zeros(8, dtype=torch.long)}),
+        ("attention needs heads", {"key": torch.zeros(1, 2, 0, 16, dtype=torch.float64)}),
         ("'flash' is unknown", {"implementation": "flash"}),
         ("'fa4' cannot serve this call: `query` is on cpu", {"implementation": "fa4"}),
         ("'cudnn' cannot serve this call: `query` is on cpu", {"implementation": "cudnn"}),

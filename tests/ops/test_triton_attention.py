@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from triton.runtime import interpreter
 
+from draftsmith.ops.block_sparse_attention import merge_triton
 from draftsmith.ops.block_sparse_attention import triton as engine
 
 
@@ -43,7 +44,7 @@ def test_the_cases_use_every_option():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"documents": "packed"}, {"documents": "none", "queries": "all", "length": 1300, "window": 1150}]
+    "changes", [{"documents": "packed"}, {"documents": "none", "queries": "all", "length": 1400, "window": 1250}]
 )
 def test_many_tiles_on_both_axes(changes):
     """Some rows see a key tile in part, some all of it; in the second case more rows than 1024."""
@@ -68,7 +69,7 @@ def make_inputs(length, *, batch=1, heads=(2, 1), dtype=torch.float32):
 def test_ranges_that_start_and_end_anywhere_in_a_tile(rows, keys, length, monkeypatch):
     """Small tiles, and documents that start one row later in each batch row: every offset turns up."""
     tile, batch = engine.Tile(rows, keys, 4, 1), 1024 // length
-    monkeypatch.setattr(engine, "tiles_for", lambda head_dim, dtype: engine.Tiles(tile, tile, tile))
+    monkeypatch.setattr(engine, "tiles_for", lambda query: engine.Tiles(tile, tile, tile))
     columns = torch.arange(length).expand(batch, -1)
     documents = (columns >= torch.arange(batch)[:, None]).long() - 1
     half = torch.rand(batch, length, generator=torch.Generator().manual_seed(0)).argsort(1)[:, ::2].sort(1).values
@@ -120,13 +121,13 @@ def test_nothing_is_written_outside_the_buffers(heads, head_dim, monkeypatch):
         assert (buffer[:guard] == canary).all() and (buffer[-guard:] == canary).all()
 
 
-@pytest.mark.parametrize(("axis", "size"), [(0, 3), (1, 4), (2, 300)])
+@pytest.mark.parametrize(("axis", "size"), [(0, 3), (1, 4), (2, 400)])
 def test_rows_more_than_2_to_the_31_elements_apart(axis, size):
     """The memory between the rows is never touched, so it takes address space only."""
     sizes = [1, 2, 40, 16]
     sizes[axis] = size
-    far = 2_900_000_000 // (size - 1) // 16 * 16  # aligned: nothing needs a copy
-    storage = torch.UntypedStorage(2 * (2**31 + 3_000_000_000))
+    far = 3_300_000_000 // (size - 1) // 16 * 16  # neither unaligned nor so far that rows are copied
+    storage = torch.UntypedStorage(2 * (2**31 + 3_400_000_000))
     inputs = make_inputs(sizes[2], batch=sizes[0], heads=(sizes[1], sizes[1]), dtype=torch.bfloat16)
 
     def spread(index, tensor):
@@ -177,3 +178,26 @@ def test_rows_without_any_key_give_zero_and_zero_gradients(window, sinks):
 def test_what_it_cannot_compute_is_refused(query, reason):
     with pytest.raises(ValueError, match=f"`implementation` 'triton' .*{reason}"):
         block_sparse_flash_attention(query, query, query, implementation="triton")
+
+
+@pytest.mark.parametrize("sinks", ["column", "expanded", "minus infinity"])
+def test_sinks_in_any_memory_and_without_weight(sinks):
+    """A sink of -inf weighs nothing, also where the first tile of a row is hidden."""
+    length, heads = 70, 4
+    query, key, value, *_ = make_inputs(length, heads=(heads, 2))
+    values = {
+        "column": torch.randn(heads, 3)[:, 1],
+        "expanded": torch.randn(1).expand(heads),
+        "minus infinity": torch.tensor([0.5, float("-inf"), torch.finfo(torch.float32).min, -3.0]),
+    }[sinks]
+    options = {"sliding_window": 5, "sinks": values}
+    ours, dense = (
+        block_sparse_flash_attention(query, key, value, implementation=name, **options)
+        for name in ("triton", "reference")
+    )
+    torch.testing.assert_close(ours, dense)
+
+
+def test_rows_too_far_apart_for_int32_are_copied():
+    far = torch.zeros(2 * 2**24 + 16).as_strided((1, 1, 3, 16), (0, 0, 2**24, 1))
+    assert merge_triton.rows_in_place(far).stride(2) == 16

@@ -20,8 +20,11 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
+from ...ops import share_keys
 
-StepKeys = tuple[torch.Tensor, torch.Tensor]  # rotated keys and values of one step, each [B, Hkv, S, d]
+
+# Rotated keys and values of one step, each [B, Hkv, S, d]; of step 0 `SharedKeys`, where our attention reads them.
+StepKeys = tuple[torch.Tensor, ...]
 
 
 class Eagle3RMSNorm(LlamaRMSNorm):
@@ -93,8 +96,8 @@ class Eagle3Attention(nn.Module):
         earlier_keys: list[StepKeys],
         cache: Cache | None,
         visibility: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attended rows `[B, Q, H]` and this step's rotated keys and values `[B, Hkv, S, d]`."""
+    ) -> tuple[torch.Tensor, StepKeys]:
+        """Attended rows `[B, Q, H]` and this step's keys and values."""
         query_states = hidden_states if query_rows is None else hidden_states[:, query_rows]
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -110,16 +113,16 @@ class Eagle3Attention(nn.Module):
         else:
             query, _ = apply_rotary_pos_emb(query, query, cos[:, query_rows], sin[:, query_rows])
             _, key = apply_rotary_pos_emb(key, key, cos, sin)
+        own_keys: StepKeys = (key, value)
         if cache is not None:
-            key, value = cache.update(key, value, 0)
-        key_gradients = visibility.get("key_gradients")
-        if key_gradients is not None and not earlier_keys:
-            key, value = key_gradients.track(key, value)
-        attended = self._attend(query, [*earlier_keys, (key, value)], visibility)  # [B, Q, Hq, d]
-        return self.o_proj(attended.flatten(2)), key, value
+            own_keys = cache.update(key, value, 0)
+        elif not earlier_keys and self.config._attn_implementation == "block_sparse_flash":
+            own_keys = share_keys(key, value)  # every later step adds to their gradients
+        attended = self._attend(query, [*earlier_keys, own_keys], visibility)  # [B, Q, Hq, d]
+        return self.o_proj(attended.flatten(2)), own_keys
 
     def _attend(self, query, step_keys, visibility) -> torch.Tensor:
-        (key, value), *diagonals = step_keys
+        (key, value, *key_sums), *diagonals = step_keys
         attend = partial(
             ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
             self,
@@ -129,11 +132,11 @@ class Eagle3Attention(nn.Module):
         )
         if self.config._attn_implementation == "block_sparse_flash":
             keys, values = [k for k, _ in diagonals], [v for _, v in diagonals]
-            return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **visibility)[0]
+            shared = {"key_gradients": tuple(key_sums) or None}
+            return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **shared, **visibility)[0]
         if query.shape[2] == 0:  # transformers' sdpa cannot reshape an empty step
             return query.transpose(1, 2)
-        masks = {name: value for name, value in visibility.items() if name != "key_gradients"}
-        mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **masks)
+        mask = banded_mask(num_diagonals=len(diagonals), dtype=query.dtype, **visibility)
         key, value = (torch.cat(states, dim=2) for states in zip(*step_keys, strict=True))
         return attend(key, value, mask)[0]
 
@@ -157,18 +160,18 @@ class Eagle3DecoderLayer(nn.Module):
         earlier_keys: list[StepKeys] = (),  # type: ignore[assignment]
         cache: Cache | None = None,
         visibility: dict[str, Any] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Output of the querying rows `[B, Q, H]`, and the keys and values of all rows."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Output of the querying rows `[B, Q, H]`, then the `StepKeys` of all rows."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
         residual = residual if query_rows is None else residual[:, query_rows]
         attention_input = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
-        attended, key, value = self.self_attn(
+        attended, own_keys = self.self_attn(
             attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}
         )
         hidden_states = residual + attended
         hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, key, value
+        return hidden_states, *own_keys
 
 
 class Eagle3Head(nn.Linear):

@@ -16,7 +16,7 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ... import alignment
-from ...ops import DraftLossSums, KeyGradients, streaming_draft_loss
+from ...ops import DraftLossSums, streaming_draft_loss
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
 
@@ -211,7 +211,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         window = self.config.sliding_window
         hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
         computed_rows = torch.arange(len(tokens), device=tokens.device)
-        documents, key_gradients = documents[None], KeyGradients()
+        documents = documents[None]
         step_keys: list[StepKeys] = []
         normed_outputs: list[torch.Tensor] = []
         for step, rows in enumerate(row_sets):
@@ -220,7 +220,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                 computed_rows = rows
             next_tokens = tokens[(computed_rows + 1 + step).clamp(max=len(tokens) - 1)]
             inputs_embeds = self.embed(next_tokens)[None]
-            hidden_states, key, value = run_layer(
+            hidden_states, *own_keys = run_layer(
                 inputs_embeds,
                 hidden_states,
                 self.rotary_emb(inputs_embeds, positions[None, computed_rows] + step),
@@ -233,10 +233,9 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                     "sliding_window": None
                     if window is None
                     else window - step,  # it counts from the query's own position
-                    "key_gradients": key_gradients,
                 },
             )
-            step_keys.append((key, value))
+            step_keys.append(tuple(own_keys))
             normed_outputs.append(self.norm(hidden_states)[0])
             if self.config.norm_output:
                 hidden_states = normed_outputs[-1][None]

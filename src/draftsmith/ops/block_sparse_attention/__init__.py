@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..precision import accumulation_dtype
 from .engines import Engine, choose, load
-from .key_gradients import KeyGradients
+from .key_gradients import SharedKeys, share_keys
 from .layout import Layout
 from .reference import reference_attention
 from .validation import check_masks, check_tensors
 
 
-__all__ = ["KeyGradients", "block_sparse_flash_attention", "reference_attention"]
+__all__ = ["SharedKeys", "block_sparse_flash_attention", "reference_attention", "share_keys"]
 
 
 def block_sparse_flash_attention(
@@ -31,7 +30,7 @@ def block_sparse_flash_attention(
     scale: float | None = None,
     implementation: str | None = None,
     *,
-    key_gradients: KeyGradients | None = None,
+    key_gradients: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention inside documents, plus J keys that only their own query row sees.
 
@@ -51,7 +50,8 @@ def block_sparse_flash_attention(
         scale: factor on the scores; default D ** -0.5.
         implementation: None picks the fastest engine that serves the call and logs it once: `"fa4"`, `"cudnn"`,
             `"triton"` or `"reference"` (dense) on CUDA, `"sdpa"` on CPU; a name forces one.
-        key_gradients: where several calls share `key` and `value`, sums their gradients in fp32; see [`KeyGradients`].
+        key_gradients: fp32 stand-ins that receive the gradients of `key` and `value`, which several calls share; see
+            [`share_keys`].
 
     Returns:
         [B, Hq, Q, D] in `query`'s dtype. Padding queries (position or document -1) give 0 and zero gradients.
@@ -68,46 +68,60 @@ def block_sparse_flash_attention(
     layout = Layout(document_ids, query_positions, query.shape[0], key.shape[2])
     if query.device.type == "cpu":  # elsewhere reading values would stall the device
         layout.check_values()
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if scale <= 0:  # engines take the maximum of raw scores, then scale it
         query, scale = query * scale, 1.0
+    if sliding_window is not None:
+        sliding_window = min(max(int(sliding_window), 0), key.shape[2])  # all that differs, and no int64 overflows
+    sinks = None if sinks is None else sinks.contiguous()
     name = choose(implementation, query, layout, sliding_window)
     if name == "reference":
         return reference_attention(
             query, key, value, diagonal_keys, diagonal_values, document_ids=document_ids,
             query_positions=query_positions, sliding_window=sliding_window, sinks=sinks, scale=scale,
         )  # fmt: skip
+    stand_ins = key_gradients or (None, None)
     return _Attention.apply(
-        load(name), layout, sliding_window, scale, key_gradients, query, key, value, sinks,
-        *diagonal_keys, *diagonal_values,
-    )  # fmt: skip
+        load(name),
+        layout,
+        sliding_window,
+        scale,
+        query,
+        key,
+        value,
+        *stand_ins,
+        sinks,
+        *diagonal_keys,
+        *diagonal_values,
+    )
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float, key_gradients: KeyGradients | None,
-        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, *diagonals: Tensor,
+        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float, query: Tensor, key: Tensor,
+        value: Tensor, key_sum: Tensor | None, value_sum: Tensor | None, sinks: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         count = len(diagonals) // 2
-        out, lse = engine.forward(
-            query, key, value, diagonals[:count], diagonals[count:], sinks, layout, window=window, scale=scale
-        )
+        with torch.cuda.device_of(query):  # kernels are launched on the current device
+            out, lse = engine.forward(
+                query, key, value, diagonals[:count], diagonals[count:], sinks, layout, window=window, scale=scale
+            )
         ctx.save_for_backward(query, key, value, sinks, out, lse, *diagonals)
-        ctx.engine, ctx.layout, ctx.window, ctx.scale, ctx.key_gradients = engine, layout, window, scale, key_gradients
+        ctx.engine, ctx.layout, ctx.window, ctx.scale = engine, layout, window, scale
+        ctx.key_dtype = key.dtype if key_sum is None else key_sum.dtype
+        ctx.shared = key_sum is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, out, lse, *diagonals = ctx.saved_tensors
-        count, shared = len(diagonals) // 2, ctx.key_gradients is not None
-        gradients, grad_key, grad_value = ctx.engine.backward(
+        count = len(diagonals) // 2
+        gradients, *of_keys = ctx.engine.backward(
             grad_out, query, key, value, diagonals[:count], diagonals[count:], sinks, out, lse, ctx.layout,
-            window=ctx.window, scale=ctx.scale, key_dtype=accumulation_dtype(key.dtype) if shared else key.dtype,
+            window=ctx.window, scale=ctx.scale, key_dtype=ctx.key_dtype,
         )  # fmt: skip
-        if shared:
-            ctx.key_gradients.add(grad_key, grad_value)
-            grad_key = grad_value = None
-        constants = (None,) * 5
-        return *constants, gradients.query, grad_key, grad_value, gradients.sinks, *gradients.keys, *gradients.values
+        of_keys = (None, None, *of_keys) if ctx.shared else (*of_keys, None, None)
+        constants = (None,) * 4
+        return *constants, gradients.query, *of_keys, gradients.sinks, *gradients.keys, *gradients.values

@@ -23,6 +23,8 @@ def refuses(query: Tensor, layout: Layout, window: int | None) -> str | None:
         return f"`query` is on {query.device}, it needs a CUDA GPU"
     if not torch.backends.cudnn.is_available() or torch.cuda.get_device_capability(query.device) < (8, 0):
         return "it needs cuDNN and a GPU of compute capability 8.0 or more"
+    if query.numel() == 0:
+        return "there is nothing to compute"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"`query` is {query.dtype}, it takes bfloat16 and float16"
     head_dim = query.shape[-1]

@@ -118,4 +118,5 @@ def _is_installed(name: str) -> bool:
 @functools.cache  # once per choice, not once per call
 def _log_choice(name: str, dtype: torch.dtype, head_dim: int, refused: tuple[tuple[str, str], ...]) -> None:
     others = "".join(f"; `{other}` not: {reason}" for other, reason in refused)
-    logger.info("Attention runs on `%s` (%s, head_dim %d)%s", name, dtype, head_dim, others)
+    level = logging.WARNING if name == "reference" else logging.INFO  # dense: it needs memory for every pair
+    logger.log(level, "Attention runs on `%s` (%s, head_dim %d)%s", name, dtype, head_dim, others)

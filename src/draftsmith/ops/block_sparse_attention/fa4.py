@@ -34,6 +34,8 @@ def refuses(query: Tensor, layout: Layout, window: int | None) -> str | None:
     major, minor = torch.cuda.get_device_capability(query.device)
     if major not in MAX_HEAD_DIM:
         return f"it needs a GPU of compute capability 9.x or 10.x, this one has {major}.{minor}"
+    if query.numel() == 0:
+        return "there is nothing to compute"
     if query.dtype not in (torch.bfloat16, torch.float16):
         return f"`query` is {query.dtype}, it takes bfloat16 and float16"
     head_dim = query.shape[-1]

@@ -1,52 +1,46 @@
 """Gradients of keys and values that several calls share, summed in fp32."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..precision import accumulation_dtype
 
-class KeyGradients:
-    """The step-0 keys and values of an unroll get a gradient from every step; autograd would sum them in bf16.
 
-    `track` the key and value once and hand this object to every `block_sparse_flash_attention` that reads them.
+class SharedKeys(NamedTuple):
+    key: Tensor  # as given
+    value: Tensor
+    key_sum: Tensor  # fp32 stand-ins of the same shapes, of one element of memory: they receive the gradients
+    value_sum: Tensor
+
+
+def share_keys(key: Tensor, value: Tensor) -> SharedKeys:
+    """For keys and values that several calls read, such as the step-0 ones of an unroll.
+
+    Autograd would sum the calls' gradients in the keys' own dtype. Given `key_gradients=(key_sum, value_sum)`,
+    `block_sparse_flash_attention` returns fp32 gradients for those instead, and they are rounded once, here.
     """
-
-    def __init__(self) -> None:
-        self._sums: tuple[Tensor, Tensor] | None = None
-        self._backward = -1  # id of the backward pass that the sums belong to
-
-    def track(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return _Tracked.apply(self, key, value)
-
-    def add(self, grad_key: Tensor, grad_value: Tensor) -> None:
-        current = torch._C._current_graph_task_id()
-        if self._sums is None or self._backward != current:  # sums of a pass that did not reach the keys are dropped
-            self._sums, self._backward = (grad_key, grad_value), current
-        else:
-            self._sums[0].add_(grad_key)
-            self._sums[1].add_(grad_value)
-
-    def take(self) -> tuple[Tensor, Tensor] | None:
-        sums, self._sums = self._sums, None
-        return sums
+    return SharedKeys(*_Shared.apply(key, value))
 
 
-class _Tracked(torch.autograd.Function):
+class _Shared(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gradients: KeyGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # the calls that add to `gradients` return None
-        ctx.gradients, ctx.dtype = gradients, key.dtype
-        return key.view_as(key), value.view_as(value)
+    def forward(ctx: Any, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = key.dtype
+        zeros = key.new_zeros(2, dtype=accumulation_dtype(key.dtype))
+        return key.view_as(key), value.view_as(value), zeros[0].expand_as(key), zeros[1].expand_as(value)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *others: Tensor | None) -> tuple[Tensor | None, ...]:
-        sums = ctx.gradients.take()
-        if sums is None:
-            return None, *others
-        return None, *(
-            (total if other is None else total.add_(other)).to(ctx.dtype)
-            for total, other in zip(sums, others, strict=True)
-        )
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        key, value, key_sum, value_sum = gradients
+        return _rounded(key, key_sum, ctx.dtype), _rounded(value, value_sum, ctx.dtype)
+
+
+def _rounded(gradient: Tensor | None, total: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if total is None:
+        return gradient
+    return (total if gradient is None else total + gradient).to(dtype)

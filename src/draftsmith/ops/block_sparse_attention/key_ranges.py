@@ -9,8 +9,14 @@ from .layout import Layout
 def key_ranges(layout: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """First and last visible step-0 key of each query, int32 [B, Q], without reading a value on the host.
 
-    A query that sees no key has first > last; a padding query has first = T, last = -1.
+    A query that sees no key has first > last; a padding query has first = T, last = -1. Forward and backward share them.
     """
+    if (window, device) not in layout.key_ranges:
+        layout.key_ranges[window, device] = _key_ranges(layout, window, device)
+    return layout.key_ranges[window, device]
+
+
+def _key_ranges(layout: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
     columns = torch.arange(layout.keys, device=device)
     rows = columns.expand(layout.batch, -1) if layout.query_positions is None else layout.query_positions.long()
     first, last = torch.zeros_like(rows), rows

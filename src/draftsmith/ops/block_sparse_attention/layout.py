@@ -1,8 +1,9 @@
 """Which part of the key axis belongs to which queries, as contiguous runs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Layout:
     query_positions: Tensor | None  # [B, Q]
     batch: int
     keys: int
+    key_ranges: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)  # see `key_ranges.py`
 
     @cached_property
     def query_documents(self) -> Tensor | None:

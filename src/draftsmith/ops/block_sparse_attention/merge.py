@@ -19,7 +19,7 @@ class MergeGradients(NamedTuple):
     keys: list[Tensor]  # J x [B, Hkv, Q, D]
     values: list[Tensor]  # J x [B, Hkv, Q, D]
     sinks: Tensor | None  # [Hq]
-    delta: Tensor | None = None  # [B, Hq, Q], rowsum(grad_out * out)
+    delta: Tensor | None = None  # [B, Hq, Q], rowsum(grad_out * out), which other kernels need too
 
 
 def _grouped(query: Tensor, kv_heads: int) -> Tensor:

@@ -20,9 +20,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 TILE_ELEMENTS = 2048  # of [G, R, D], where the group allows: small tiles keep more loads in flight
 
 
+MAX_ROW_STRIDE = 2**31 // 256  # kernels add up to 255 of them in int32
+
+
 def rows_in_place(tensor: Tensor) -> Tensor:
-    """`tensor`, copied only where its rows are not contiguous."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """`tensor`, copied only where its rows are not contiguous, or too far apart."""
+    if tensor.stride(-1) == 1 and tensor.stride(2) < MAX_ROW_STRIDE:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def same_strides(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

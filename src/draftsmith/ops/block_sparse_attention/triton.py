@@ -8,6 +8,7 @@ descriptors (Hopper's TMA), which leave the registers to the accumulators: worth
 come through int64 pointers, since padding, which may hold NaN, must be loaded as 0.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -44,6 +45,11 @@ TILES_16_BIT = {
     128: Tiles(Tile(128, 128, 8, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 4)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 4, 2)),
 }
+# For GPUs whose programs share less than the 163 KiB of an A100: 99 KiB, of gaming and workstation GPUs.
+SMALL_TILES_16_BIT = TILES_16_BIT | {
+    128: Tiles(Tile(64, 64, 4, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+    256: Tiles(Tile(64, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 2)),
+}
 # fp32 products run on the plain units: larger tiles would only take long to compile.
 TILES_32_BIT = {
     **dict.fromkeys((16, 32, 64), Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))),
@@ -51,8 +57,18 @@ TILES_32_BIT = {
 }
 
 
-def tiles_for(head_dim: int, dtype: torch.dtype) -> Tiles:
-    return (TILES_32_BIT if dtype.itemsize == 4 else TILES_16_BIT)[padded(head_dim)]
+def tiles_for(query: Tensor) -> Tiles:
+    tiles = TILES_32_BIT if query.dtype.itemsize == 4 else TILES_16_BIT
+    if query.is_cuda and query.dtype.itemsize == 2 and _shared_memory(query.device) < 160 * 1024:
+        tiles = SMALL_TILES_16_BIT
+    return tiles[padded(query.shape[-1])]
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that a program may use."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
 def padded(head_dim: int) -> int:
@@ -178,8 +194,9 @@ def _forward_kernel(
     q = _load_rows(query, query_strides, batch, head, start_row, real, HEAD_DIM, M, D)
     peak, total, acc = tl.full([M], -1e30, tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
     if HAS_SINKS:
-        peak = tl.zeros([M], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2E
-        total += 1.0
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        peak = tl.maximum(peak, sink)
+        total += tl.exp2(sink - peak)  # 0 for a sink of -inf
     for j in tl.static_range(len(diagonal_keys)):
         own_key = _load_rows(diagonal_keys[j], diagonal_strides, batch, kv_head, start_row, real, HEAD_DIM, M, D)
         own_value = _load_rows(diagonal_values[j], diagonal_strides, batch, kv_head, start_row, real, HEAD_DIM, M, D)
@@ -358,8 +375,8 @@ def _for_descriptor(tensor: Tensor) -> Tensor:
     if tensor.shape[-1] % unit:
         return torch.nn.functional.pad(tensor, (0, -tensor.shape[-1] % unit))
     outer = [stride for stride, size in zip(tensor.stride()[:3], tensor.shape[:3], strict=True) if size > 1]
-    fits = tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0 and all(s > 0 and s % unit == 0 for s in outer)
-    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+    fits = tensor.data_ptr() % 16 == 0 and all(stride > 0 and stride % unit == 0 for stride in outer)
+    return rows_in_place(tensor) if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
@@ -390,7 +407,7 @@ def forward(
     query, key, value = (_for_descriptor(tensor) for tensor in (query, key, value))
     diagonals, count = same_strides([*diagonal_keys, *diagonal_values]), len(diagonal_keys)
     first, last = key_ranges(layout, window, query.device)
-    tile = tiles_for(head_dim, query.dtype).forward
+    tile = tiles_for(query).forward
     _forward_kernel[(triton.cdiv(queries, tile.rows) * batch * heads,)](
         query, key, value, _descriptor(key, tile.keys), _descriptor(value, tile.keys),
         diagonals[:count], diagonals[count:], sinks, first, last, layout.document_ids, out, lse,
@@ -420,7 +437,7 @@ def backward(
     states = [_for_descriptor(tensor) for tensor in (query, key, value, grad_out)]
     state_strides = [strides(tensor) for tensor in states]
     rows = (lse, merged.delta, first, last, layout.document_ids)
-    group, tiles = heads // kv_heads, tiles_for(head_dim, query.dtype)
+    group, tiles = heads // kv_heads, tiles_for(query)
 
     tile = tiles.query
     _query_kernel[(triton.cdiv(queries, tile.rows) * batch * heads,)](

@@ -16,6 +16,10 @@ def check_tensors(
     kv_heads = key.shape[1]
     if key.shape[0] != batch or key.shape[3] != head_dim:
         raise ValueError(f"`key` {[*key.shape]} must share batch and head_dim with `query` {[*query.shape]}")
+    if 0 in (heads, head_dim, key.shape[2]):
+        raise ValueError(
+            f"attention needs heads, head dims and keys; `query` is {[*query.shape]}, `key` {[*key.shape]}"
+        )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"`query` has {heads} heads, which is not a multiple of `key`'s {kv_heads}")
     _check_like("value", value, [*key.shape], query)
@@ -57,5 +61,9 @@ def check_masks(
             raise ValueError(f"`{name}` must be integers {shape}; got {ids.dtype} {[*ids.shape]}")
         if ids.device != query.device:
             raise ValueError(f"`{name}` is on {ids.device}, but `query` is on {query.device}")
-    if sinks is not None and [*sinks.shape] != [heads]:
-        raise ValueError(f"`sinks` must hold one logit per query head, [{heads}]; got {[*sinks.shape]}")
+    if sinks is None:
+        return
+    if [*sinks.shape] != [heads] or not sinks.is_floating_point():
+        raise ValueError(f"`sinks` must hold one logit per query head, [{heads}]; got {sinks.dtype} {[*sinks.shape]}")
+    if sinks.device != query.device:
+        raise ValueError(f"`sinks` is on {sinks.device}, but `query` is on {query.device}")

@@ -190,11 +190,12 @@ def cross_entropy_rows(
     loss = torch.empty(count, dtype=torch.float32, device=logits.device)
     hit = torch.empty(count, dtype=torch.bool, device=logits.device)
     if count > 0:
-        _cross_entropy_kernel[(count,)](
-            logits, labels, coefficient, loss, hit, vocabulary, softcap or 1.0,
-            HAS_GRADIENT=coefficient is not None, HAS_CAP=softcap is not None,
-            BLOCK=_block(vocabulary, 1), num_warps=8,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):  # kernels are launched on the current device
+            _cross_entropy_kernel[(count,)](
+                logits, labels, coefficient, loss, hit, vocabulary, softcap or 1.0,
+                HAS_GRADIENT=coefficient is not None, HAS_CAP=softcap is not None,
+                BLOCK=_block(vocabulary, 1), num_warps=8,
+            )  # fmt: skip
     return RowLosses(loss, hit, None)
 
 
@@ -216,13 +217,14 @@ def teacher_rows(
     padded_steps = triton.next_power_of_2(steps)
     target_ids, draft_ids = (None, None) if vocabulary is None else vocabulary
     if count > 0:
-        _teacher_kernel[(teachers,)](
-            logits, teacher_logits, students, coefficient, target_ids, draft_ids, loss, hit, alpha,
-            steps, draft_size, teacher_logits.shape[1], teacher_softcap or 1.0,
-            OBJECTIVE=OBJECTIVE_CODES[objective], HAS_GRADIENT=coefficient is not None,
-            HAS_CAP=teacher_softcap is not None, HAS_VOCABULARY=vocabulary is not None,
-            K=padded_steps, BLOCK=_block(draft_size, padded_steps), num_warps=8,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            _teacher_kernel[(teachers,)](
+                logits, teacher_logits, students, coefficient, target_ids, draft_ids, loss, hit, alpha,
+                steps, draft_size, teacher_logits.shape[1], teacher_softcap or 1.0,
+                OBJECTIVE=OBJECTIVE_CODES[objective], HAS_GRADIENT=coefficient is not None,
+                HAS_CAP=teacher_softcap is not None, HAS_VOCABULARY=vocabulary is not None,
+                K=padded_steps, BLOCK=_block(draft_size, padded_steps), num_warps=8,
+            )  # fmt: skip
     return RowLosses(loss, hit, alpha)
 
 
