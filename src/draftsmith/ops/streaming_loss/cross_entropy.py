@@ -37,7 +37,8 @@ def streaming_cross_entropy(
     Args:
         hidden_states: [..., H].
         weight: [V, H], any floating dtype (fp32 masters under bf16 states are cast inside).
-        labels: [...] integers, already aligned with `hidden_states`.
+        labels: [...] integers, already aligned with `hidden_states`. Which of them are supervised is read on the host:
+            the one device synchronisation of a call.
         bias: [V].
         token_weights: [...], a factor on each token's loss; no gradient reaches it.
         ignore_index: the label of tokens without supervision; what their hidden states hold does not matter.

@@ -16,9 +16,11 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def row_functions(logits: Tensor) -> ModuleType:
     """`triton.py` on CUDA, one kernel per chunk; else `rows.py`, plain PyTorch."""
-    if logits.is_cuda and logits.dtype in KERNEL_DTYPES and _triton_is_installed():
-        return importlib.import_module(".triton", __package__)
-    return rows
+    return importlib.import_module(".triton", __package__) if has_row_kernels(logits) else rows
+
+
+def has_row_kernels(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype in KERNEL_DTYPES and _triton_is_installed()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..precision import accumulation_dtype, matmul_dtype
 from .chunking import choose_chunk_size
+from .dispatch import has_row_kernels
 from .head import LinearHead
 from .pairs import DraftPairs
 from .rows import RowLosses
@@ -111,7 +112,8 @@ def _chunk_size(
 ) -> int:
     logits = len(states) * len(weight)
     if teacher_weight is not None:
-        logits += len(teacher_weight) + (0 if t2d is None else len(weight))
+        gathers = t2d is None or has_row_kernels(states[0])  # else the draft's part of the teacher is copied out
+        logits += len(teacher_weight) + (0 if gathers else len(weight))
     return choose_chunk_size(
         rows=sum(pairs.sizes), hidden_size=weight.shape[1], logits_per_row=logits, stacked=len(states),
         itemsize=matmul_dtype(states[0].dtype, weight.device).itemsize,
@@ -134,11 +136,12 @@ class _Factors:
     ) -> "_Factors":
         dtype, device = accumulation_dtype(like.dtype), like.device
         of_steps = torch.as_tensor([1.0] * len(pairs.sizes) if step_weights is None else step_weights)
-        of_rows = torch.ones(pairs.sizes[0]) if row_weights is None else row_weights.detach()
+        of_rows = torch.ones(pairs.sizes[0], device=device) if row_weights is None else row_weights.detach()
         of_rows = of_rows.to(device, dtype)
         rows, steps = (numbers.to(device, non_blocking=True) for numbers in (pairs.rows, pairs.steps))
         cells = steps * pairs.sizes[0] + rows
-        return _Factors(of_steps.detach().to(device, dtype), of_rows, of_rows[rows], steps, cells)
+        of_steps = of_steps.detach().to(device, dtype, non_blocking=True)
+        return _Factors(of_steps, of_rows, of_rows[rows], steps, cells)
 
 
 def _stream(
@@ -202,6 +205,6 @@ def _sums(losses: RowLosses, pairs: DraftPairs, factors: _Factors) -> DraftLossS
         loss=table(losses.loss * factors.of_pairs).sum(1),
         hits=hits.sum(1),
         chain=hits.cumprod(0).sum(1),
-        rows=hits.new_tensor(pairs.sizes),
+        rows=torch.tensor(pairs.sizes).to(hits.device, hits.dtype, non_blocking=True),
         alpha=None if losses.alpha is None else table(losses.alpha).sum(1),
     )

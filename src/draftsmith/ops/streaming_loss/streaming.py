@@ -56,4 +56,6 @@ class _GradientsInForward(torch.autograd.Function):
 
 def inverse_count(num_items: int | Tensor, like: Tensor) -> Tensor:
     """1 / max(num_items, 1) on `like`'s device, without a host synchronisation."""
-    return torch.as_tensor(num_items, dtype=like.dtype, device=like.device).clamp(min=1).reciprocal()
+    if not isinstance(num_items, Tensor):
+        return like.new_full((), 1 / max(num_items, 1))
+    return num_items.to(like.device, like.dtype, non_blocking=True).clamp(min=1).reciprocal()
