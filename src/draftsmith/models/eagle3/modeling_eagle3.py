@@ -158,7 +158,8 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             ValueError: neither `loss_mask` nor `row_sets`, fewer `row_sets` than steps, or an unknown option.
             RuntimeError: the embedding slot is empty.
         """
-        row_sets = self._row_sets(row_sets, loss_mask, document_ids, turn_ids, ttt_steps)
+        given_sets = self._row_sets(row_sets, loss_mask, document_ids, turn_ids, ttt_steps)
+        row_sets = [rows.to(self.fc.weight.device, non_blocking=True) for rows in given_sets]
         documents = alignment.unique_document_ids(document_ids, input_ids).flatten()  # [N]
         tokens, rows = input_ids.flatten(), row_sets[0]
         if position_ids is None:
@@ -176,7 +177,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             streaming_draft_loss,
             teacher_states=teacher_hidden_states.to(states[0].dtype),
             teacher_weight=teacher_head,
-            row_sets=row_sets,
+            row_sets=given_sets,  # those on the CPU spare the loss a synchronisation
             labels=tokens[rows + 2],
             t2d=self.t2d,
             objective=objective,
@@ -197,7 +198,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             raise ValueError(
                 f"`row_sets` has {len(row_sets)} steps but `ttt_steps` is {ttt_steps}: collate with that many."
             )
-        return [rows.to(self.fc.weight.device, non_blocking=True) for rows in row_sets[:ttt_steps]]
+        return row_sets[:ttt_steps]
 
     def _unroll(self, tokens, aux_hidden_states, documents, positions, row_sets) -> list[torch.Tensor]:
         """Normed outputs `[|R_k|, H]` of the K steps.
