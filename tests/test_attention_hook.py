@@ -141,7 +141,7 @@ def test_case_our_attention_name_on_a_stock_target_never_sees_a_future_token(fam
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("through", ["position_ids", "document_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("through", ["position_ids", "position_ids and a mask", "document_ids", "cu_seq_lens"])
 def test_packed_documents_equal_separate_ones(family, through):
     model = tiny_model(family, attn_implementation=ATTENTION_NAME)
     lengths = (3, 5, 1, 8)
@@ -149,6 +149,7 @@ def test_packed_documents_equal_separate_ones(family, through):
     input_ids = random_tokens(1, sum(lengths))
     extra = {
         "position_ids": {},
+        "position_ids and a mask": {"attention_mask": torch.ones_like(position_ids)},  # which hides nothing
         "document_ids": {"document_ids": document_ids, "attention_mask": torch.ones_like(input_ids)},
         "cu_seq_lens": {
             "cu_seq_lens_q": offsets,

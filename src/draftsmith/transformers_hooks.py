@@ -125,7 +125,7 @@ def block_sparse_mask(
             if q_length == kv_length:
                 raise UnsupportedAttentionError(f"`{config.model_type}`", "padding between tokens (`attention_mask`)")
             return dense_mask()
-        document_ids = visible.long() - 1
+        document_ids = document_ids if bool(visible.all()) else visible.long() - 1  # hiding nothing says nothing
     aligned = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
     return BlockSparseMask(
         document_ids=document_ids,

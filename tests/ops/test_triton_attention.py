@@ -201,3 +201,15 @@ def test_sinks_in_any_memory_and_without_weight(sinks):
 def test_rows_too_far_apart_for_int32_are_copied():
     far = torch.zeros(2 * 2**24 + 16).as_strided((1, 1, 3, 16), (0, 0, 2**24, 1))
     assert merge_triton.rows_in_place(far).stride(2) == 16
+
+
+@pytest.mark.parametrize("name", ["query", "key", "diagonal"])
+def test_not_a_number_in_a_real_row_is_not_hidden(name):
+    query, key, value, *_ = make_inputs(20, heads=(2, 1))
+    diagonal = torch.randn_like(key)
+    {"query": query, "key": key, "diagonal": diagonal}[name][0, 0, 7] = float("nan")
+    ours, dense = (
+        block_sparse_flash_attention(query, key, value, [diagonal], [value], implementation=implementation)
+        for implementation in ("triton", "reference")
+    )
+    assert torch.equal(ours.isnan(), dense.isnan()) and ours.isnan().any()

@@ -22,7 +22,7 @@ class StreamingLossTrainer(Trainer):
 
     The model's own forward runs, scaled or soft-capped logits and router losses included. Only its output head returns
     the cross-entropy of its chunks instead of logits, inside the head's module, where ZeRO-3 gathers the weight. A
-    batch without a supervised token has loss 0. The `logits` of outputs are a row of NaN.
+    batch without a supervised token has loss 0. The `logits` of outputs are one row without meaning.
 
     Args:
         model: a causal language model with a plain linear head, tied or not (None beside `model_init`); a PEFT wrapper

@@ -11,7 +11,7 @@ from .engines import Engine, choose, load
 from .key_gradients import SharedKeys, share_keys
 from .layout import Layout
 from .reference import reference_attention
-from .validation import check_masks, check_tensors
+from .validation import check_key_gradients, check_masks, check_tensors
 
 
 __all__ = ["SharedKeys", "block_sparse_flash_attention", "reference_attention", "share_keys"]
@@ -50,8 +50,8 @@ def block_sparse_flash_attention(
         scale: factor on the scores; default D ** -0.5.
         implementation: None picks the fastest engine that serves the call and logs it once: `"fa4"`, `"cudnn"`,
             `"triton"` or `"reference"` (dense) on CUDA, `"sdpa"` on CPU; a name forces one.
-        key_gradients: fp32 stand-ins that receive the gradients of `key` and `value`, which several calls share; see
-            [`share_keys`].
+        key_gradients: `(shared.key_sum, shared.value_sum)`, which receive the gradients of `key` and `value` that
+            several calls share; see [`share_keys`].
 
     Returns:
         [B, Hq, Q, D] in `query`'s dtype. Padding queries (position or document -1) give 0 and zero gradients.
@@ -62,6 +62,7 @@ def block_sparse_flash_attention(
     """
     check_tensors(query, key, value, diagonal_keys, diagonal_values)
     check_masks(query, key, document_ids, query_positions, sinks)
+    check_key_gradients(key_gradients, key)
     document_ids, query_positions = (
         None if ids is None else ids.contiguous() for ids in (document_ids, query_positions)
     )

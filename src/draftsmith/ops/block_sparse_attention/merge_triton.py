@@ -93,7 +93,7 @@ def _merge_kernel(
     out_pointers = _group_pointers(out, out_strides, batch, heads, rows, D)
     peak = tl.load(lse_pointers, mask=real, other=float("-inf")) * LOG2E  # [G, R]
     acc = tl.load(out_pointers, mask=real[:, :, None] & columns, other=0.0).to(tl.float32)  # [G, R, D]
-    total = tl.where(peak > float("-inf"), 1.0, 0.0)
+    total = tl.where(peak == float("-inf"), 0.0, 1.0)
     peak = tl.maximum(peak, -1e30)
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=heads < kv_heads * GROUP, other=0.0).to(tl.float32) * LOG2E
@@ -116,7 +116,7 @@ def _merge_kernel(
             total = total * correction + weight
             acc = acc * correction[:, :, None] + weight[:, :, None] * value
             peak = new_peak
-    seen = real & (total > 0)
+    seen = real & (total != 0)  # NaN is kept
     total = tl.where(seen, total, 1.0)
     acc = tl.where(seen[:, :, None], acc / total[:, :, None], 0.0)
     merged = tl.where(seen, (peak + tl.log2(total)) * LN2, float("inf"))

@@ -42,6 +42,13 @@ def _check_like(name: str, tensor: Tensor, shape: list[int], query: Tensor) -> N
         )
 
 
+def check_key_gradients(key_gradients: tuple[Tensor, Tensor] | None, key: Tensor) -> None:
+    if key_gradients is None:
+        return
+    if not isinstance(key_gradients, tuple) or [stand_in.shape for stand_in in key_gradients] != [key.shape] * 2:
+        raise ValueError("`key_gradients` must be `(shared.key_sum, shared.value_sum)` of `shared = share_keys(..)`")
+
+
 def check_masks(
     query: Tensor, key: Tensor, document_ids: Tensor | None, query_positions: Tensor | None, sinks: Tensor | None
 ) -> None:

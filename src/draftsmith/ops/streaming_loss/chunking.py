@@ -38,7 +38,7 @@ def choose_chunk_size(
     if (hidden_size, logits_per_row) not in _logged:
         _logged.add((hidden_size, logits_per_row))
         logger.info(
-            "chunk_size=%d: logits of %.1f MiB, draft layer's backward %.1f MiB for %d rows",
+            "chunk_size=%d: logits of %.1f MiB, one decoder layer's backward %.1f MiB for %d rows",
             chunk, chunk * row_bytes / 2**20, layer_bytes / 2**20, rows,
         )  # fmt: skip
     return chunk

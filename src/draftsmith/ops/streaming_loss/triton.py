@@ -1,4 +1,4 @@
-"""`rows.py` as one kernel per family: each row of logits is read twice and its gradient written over it once.
+"""`rows.py` as one kernel per family: logits are read two or three times and their gradient written over them once.
 
 A program of `cross_entropy_rows` takes one row. A program of `teacher_rows` takes one teacher row with all the student
 rows that it teaches, [K, BLOCK] at a time, so a teacher tile is loaded once for all of them; with a reduced draft
@@ -123,7 +123,7 @@ def _teacher_kernel(
     if HAS_VOCABULARY:
         best = tl.load(draft_ids + best)  # -1 outside the draft vocabulary
 
-    lse = tl.full([K], -float("inf"), tl.float32)  # running, with `total` below
+    peak = tl.full([K], -float("inf"), tl.float32)
     total, chosen = tl.zeros([K], tl.float32), tl.zeros([K], tl.int32)
     teacher_peak, teacher_total, cross = -float("inf"), 0.0, tl.zeros([K], tl.float32)
     for start in range(0, draft_size, BLOCK):
@@ -132,19 +132,19 @@ def _teacher_kernel(
         x = tl.load(student + columns[None, :], mask=mask, other=0.0).to(tl.float32)
         x = tl.where((columns < draft_size)[None, :], x, -float("inf"))
         highest, place = tl.max(x, 1, return_indices=True)
-        chosen = tl.where(highest > lse, start + place, chosen)
-        peak = tl.maximum(lse, highest)
-        total = total * tl.exp(lse - peak) + tl.sum(tl.exp(x - peak[:, None]), 1)
-        lse = peak
+        chosen = tl.where(highest > peak, start + place, chosen)
+        new_peak = tl.maximum(peak, highest)
+        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak[:, None]), 1)
+        peak = new_peak
         t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
-        peak = tl.maximum(teacher_peak, tl.max(t))
-        weights = tl.exp(t - peak)  # [1, BLOCK]
-        correction = tl.exp(teacher_peak - peak)
+        new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
+        weights = tl.exp(t - new_teacher_peak)  # [1, BLOCK]
+        correction = tl.exp(teacher_peak - new_teacher_peak)
         teacher_total = teacher_total * correction + tl.sum(weights)
         # sum p (log p - log q) = sum p (t - x) - lse_p + lse_q
         cross = cross * correction + tl.sum(tl.where(weights > 0, weights * (t - x), 0.0), 1)
-        teacher_peak = peak
-    lse += tl.log(total)
+        teacher_peak = new_teacher_peak
+    lse = peak + tl.log(total)
     teacher_lse = teacher_peak + tl.log(teacher_total)
     kl = cross / teacher_total - teacher_lse + lse
     share = tl.exp(teacher_lse - full_lse)  # of the full probability, that falls on the draft vocabulary
