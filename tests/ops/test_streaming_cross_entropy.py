@@ -228,4 +228,4 @@ def test_chosen_chunk_follows_the_layer_up_to_4096_rows_and_is_logged_once(caplo
     assert chunking.choose_chunk_size(rows=1000, memory_budget=2**20, **shape) == 2**20 // (128256 * 2)
     assert chunking.choose_chunk_size(rows=0, **shape) == 1
     assert len(caplog.records) == 1
-    assert "MiB, draft layer's backward" in caplog.text
+    assert "MiB, one decoder layer's backward" in caplog.text
