@@ -85,11 +85,17 @@ def merge_backward(
         grad_query += gradients[0]
         grad_keys.append(gradients[1])
         grad_values.append(gradients[2])
-    grad_sinks = None
-    if sinks is not None:
-        weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
-        grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+    grad_sinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     return MergeGradients(grad_query.to(query.dtype), grad_keys, grad_values, grad_sinks, delta)
+
+
+def sinks_gradient(
+    sinks: Tensor,  # [Hq]
+    lse: Tensor,  # [B, Hq, Q], merged
+    delta: Tensor,  # [B, Hq, Q]
+) -> Tensor:
+    weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _diagonal_backward(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .merge import MergeGradients
+from .merge import MergeGradients, sinks_gradient
 
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -43,8 +43,10 @@ def strides(tensor: Tensor) -> tuple[int, int, int]:
 
 
 @triton.jit
-def _group_tile(queries, kv_heads, GROUP: tl.constexpr, G: tl.constexpr, R: tl.constexpr):
-    """batch, key head, heads [G, 1], rows [1, R] and which of [G, R] exist, of this program.
+def _group_tile(
+    padding, queries, kv_heads, GROUP: tl.constexpr, HAS_PADDING: tl.constexpr, G: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """batch, key head, heads [G, 1], rows [1, R], and which of [G, R] exist and are no padding, of this program.
 
     Programs of the same rows are neighbours: where heads lie side by side, they read memory in its order.
     """
@@ -53,7 +55,11 @@ def _group_tile(queries, kv_heads, GROUP: tl.constexpr, G: tl.constexpr, R: tl.c
     batch, tile = (index // tiles).to(tl.int64), index % tiles
     members = tl.arange(0, G)[:, None]
     rows = (tile * R + tl.arange(0, R))[None, :]
-    return batch, kv_head, kv_head * GROUP + members, rows, (members < GROUP) & (rows < queries)
+    exists = (members < GROUP) & (rows < queries)
+    real = exists
+    if HAS_PADDING:
+        real = exists & (tl.load(padding + batch * queries + rows, mask=rows < queries, other=1) == 0)
+    return batch, kv_head, kv_head * GROUP + members, rows, exists, real
 
 
 @triton.jit
@@ -84,11 +90,8 @@ def _merge_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_PADDING: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, heads, rows, exists = _group_tile(queries, kv_heads, GROUP, G, R)
+    batch, kv_head, heads, rows, exists, real = _group_tile(padding, queries, kv_heads, GROUP, HAS_PADDING, G, R)
     columns = (tl.arange(0, D) < HEAD_DIM)[None, None, :]
-    real = exists
-    if HAS_PADDING:
-        real = exists & (tl.load(padding + batch * queries + rows, mask=rows < queries, other=1) == 0)
     lse_pointers = lse + (batch * kv_heads * GROUP + heads) * queries + rows
     out_pointers = _group_pointers(out, out_strides, batch, heads, rows, D)
     peak = tl.load(lse_pointers, mask=real, other=float("-inf")) * LOG2E  # [G, R]
@@ -132,11 +135,8 @@ def _backward_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_PADDING: tl.constexpr, ADD: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, heads, rows, exists = _group_tile(queries, kv_heads, GROUP, G, R)
+    batch, kv_head, heads, rows, exists, real = _group_tile(padding, queries, kv_heads, GROUP, HAS_PADDING, G, R)
     columns = (tl.arange(0, D) < HEAD_DIM)[None, None, :]
-    real = exists
-    if HAS_PADDING:
-        real = exists & (tl.load(padding + batch * queries + rows, mask=rows < queries, other=1) == 0)
     mask = real[:, :, None] & columns
     row_offsets = (batch * kv_heads * GROUP + heads) * queries + rows
     grad = tl.load(_group_pointers(grad_out, grad_out_strides, batch, heads, rows, D), mask=mask, other=0.0)
@@ -246,8 +246,5 @@ def merge_backward(
             strides(grad_query), strides(grad_diagonals[0]) if keys else (0, 0, 0),
             query.shape[2], kv_heads, scale, HAS_PADDING=padding is not None, ADD=add, **sizes,
         )  # fmt: skip
-    grad_sinks = None
-    if sinks is not None:
-        weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
-        grad_sinks = -(weights * delta).sum((0, 2)).to(sinks.dtype)
+    grad_sinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     return MergeGradients(grad_query, list(grad_diagonals[:count]), list(grad_diagonals[count:]), grad_sinks, delta)

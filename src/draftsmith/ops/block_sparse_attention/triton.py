@@ -101,24 +101,29 @@ def _load_tile(descriptor, batch, head, start):
 
 
 @triton.jit
+def _tile_pointers(tensor, strides, batch, head, start, ROWS: tl.constexpr, D: tl.constexpr):
+    """[ROWS, D] into [B, H, rows, head_dim]."""
+    base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + start.to(tl.int64) * strides[2]
+    return base + (tl.arange(0, ROWS)[:, None] * strides[2] + tl.arange(0, D)[None, :])
+
+
+@triton.jit
 def _load_rows(
     tensor, strides, batch, head, start, exists, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
     """The same as [ROWS, D], with 0 where a row does not exist: it may hold NaN, or belong to other memory."""
-    columns = tl.arange(0, D)[None, :]
-    base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + start.to(tl.int64) * strides[2]
-    pointers = base + (tl.arange(0, ROWS)[:, None] * strides[2] + columns)
-    return tl.load(pointers, mask=exists[:, None] & (columns < HEAD_DIM), other=0.0)
+    pointers = _tile_pointers(tensor, strides, batch, head, start, ROWS, D)
+    mask = exists[:, None] & (tl.arange(0, D) < HEAD_DIM)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
 
 
 @triton.jit
 def _store_rows(
     tensor, strides, batch, head, start, tile, exists, HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):  # fmt: skip
-    columns = tl.arange(0, D)[None, :]
-    base = tensor + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + start.to(tl.int64) * strides[2]
-    pointers = base + (tl.arange(0, ROWS)[:, None] * strides[2] + columns)
-    tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=exists[:, None] & (columns < HEAD_DIM))
+    pointers = _tile_pointers(tensor, strides, batch, head, start, ROWS, D)
+    mask = exists[:, None] & (tl.arange(0, D) < HEAD_DIM)[None, :]
+    tl.store(pointers, tile.to(tensor.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -137,6 +142,25 @@ def _key_exists(documents, batch, columns, keys, HAS_DOCUMENTS: tl.constexpr):
     if HAS_DOCUMENTS:  # padding keys between documents may hold anything
         exists &= tl.load(documents + batch.to(tl.int64) * keys + columns, mask=exists, other=-1) >= 0
     return exists
+
+
+@triton.jit
+def _masked_start(i, before, lo, full_end, STEP: tl.constexpr):
+    """First row of the i-th masked tile: those before the full ones, then those after."""
+    return tl.where(i < before, lo + i * STEP, full_end + (i - before) * STEP)
+
+
+@triton.jit
+def _masked_keys(
+    key, value, key_strides, value_strides, documents, batch, kv_head, start, keys, row_first, row_last,
+    HEAD_DIM: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [N, D] from `start` on, and which query rows see them [M, N]."""
+    columns = start + tl.arange(0, N)
+    exists = _key_exists(documents, batch, columns, keys, HAS_DOCUMENTS)
+    k = _load_rows(key, key_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
+    v = _load_rows(value, value_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
+    return k, v, (columns[None, :] >= row_first[:, None]) & (columns[None, :] <= row_last[:, None])
 
 
 @triton.jit
@@ -209,12 +233,11 @@ def _forward_kernel(
         peak = new_peak
 
     for i in tl.range(0, before + after, num_stages=1):
-        start = tl.where(i < before, lo + i * N, full_end + (i - before) * N)
-        columns = start + tl.arange(0, N)
-        exists = _key_exists(documents, batch, columns, keys, HAS_DOCUMENTS)
-        k = _load_rows(key, key_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
-        v = _load_rows(value, value_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
-        visible = (columns[None, :] >= row_first[:, None]) & (columns[None, :] <= row_last[:, None])
+        start = _masked_start(i, before, lo, full_end, N)
+        k, v, visible = _masked_keys(
+            key, value, key_strides, value_strides, documents, batch, kv_head, start, keys, row_first, row_last,
+            HEAD_DIM, HAS_DOCUMENTS, N, D,
+        )  # fmt: skip
         scores = tl.where(visible, _dot(q, tl.trans(k)), float("-inf"))
         acc, total, peak = _softmax_step(acc, total, peak, scores, v, scale_log2)
     for i in tl.range(0, (full_end - full_start) // N, num_stages=STAGES):
@@ -291,7 +314,7 @@ def _key_value_kernel(
 
     for i in tl.range(0, masked_tiles * group, num_stages=1):
         head, t = kv_head * group + i // masked_tiles, i % masked_tiles
-        start = tl.where(t < before, lo + t * M, full_end + (t - before) * M)
+        start = _masked_start(t, before, lo, full_end, M)
         rows = start + tl.arange(0, M)
         row_first, row_last = _row_ranges(first, last, batch, rows, queries, keys)
         real = row_last >= 0
@@ -350,12 +373,11 @@ def _query_kernel(
     dq = tl.zeros([M, D], tl.float32)
 
     for i in tl.range(0, before + after, num_stages=1):
-        start = tl.where(i < before, lo + i * N, full_end + (i - before) * N)
-        columns = start + tl.arange(0, N)
-        exists = _key_exists(documents, batch, columns, keys, HAS_DOCUMENTS)
-        k = _load_rows(key, key_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
-        v = _load_rows(value, value_strides, batch, kv_head, start, exists, HEAD_DIM, N, D)
-        visible = (columns[None, :] >= row_first[:, None]) & (columns[None, :] <= row_last[:, None])
+        start = _masked_start(i, before, lo, full_end, N)
+        k, v, visible = _masked_keys(
+            key, value, key_strides, value_strides, documents, batch, kv_head, start, keys, row_first, row_last,
+            HEAD_DIM, HAS_DOCUMENTS, N, D,
+        )  # fmt: skip
         weights = tl.where(visible, tl.exp2(_dot(q, tl.trans(k)) * scale_log2 - row_lse[:, None]), 0.0)
         dq = _query_step(dq, k, v, do, weights, row_delta)
     for i in tl.range(0, (full_end - full_start) // N, num_stages=STAGES):

@@ -26,6 +26,22 @@ def _capped(logits, cap, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
+def _row_summary(row, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """log-sum-exp and argmax of a whole row."""
+    peak, total, best = -float("inf"), 0.0, 0
+    for start in range(0, size, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        x = tl.load(row + columns, mask=columns < size, other=0.0).to(tl.float32)
+        x = tl.where(columns < size, _capped(x, cap, HAS_CAP), -float("inf"))
+        highest, place = tl.max(x, 0, return_indices=True)
+        best = tl.where(highest > peak, start + place, best)  # the first of equals, as torch.argmax
+        new_peak = tl.maximum(peak, highest)
+        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak))
+        peak = new_peak
+    return peak + tl.log(total), best
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits, labels, coefficient, losses, hits, vocabulary, cap,
     HAS_GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -34,17 +50,7 @@ def _cross_entropy_kernel(
     logits += row.to(tl.int64) * vocabulary
     label = tl.load(labels + row)
     label_logit = _capped(tl.load(logits + label).to(tl.float32), cap, HAS_CAP)
-    peak, total, best = -float("inf"), 0.0, 0
-    for start in range(0, vocabulary, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
-        x = tl.where(columns < vocabulary, _capped(x, cap, HAS_CAP), -float("inf"))
-        highest, place = tl.max(x, 0, return_indices=True)
-        best = tl.where(highest > peak, start + place, best)  # the first of equals, as torch.argmax
-        new_peak = tl.maximum(peak, highest)
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak))
-        peak = new_peak
-    lse = peak + tl.log(total)
+    lse, best = _row_summary(logits, vocabulary, cap, HAS_CAP, BLOCK)
     tl.store(losses + row, lse - label_logit)
     tl.store(hits + row, best == label)
     if HAS_GRADIENT:
@@ -73,19 +79,15 @@ def _teacher_tile(
 
 
 @triton.jit
-def _teacher_summary(teacher, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """log-sum-exp and argmax of a whole row."""
-    peak, total, best = -float("inf"), 0.0, 0
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(teacher + columns, mask=columns < size, other=0.0).to(tl.float32)
-        x = tl.where(columns < size, _capped(x, cap, HAS_CAP), -float("inf"))
-        highest, place = tl.max(x, 0, return_indices=True)
-        best = tl.where(highest > peak, start + place, best)
-        new_peak = tl.maximum(peak, highest)
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak))
-        peak = new_peak
-    return peak + tl.log(total), best
+def _probabilities(
+    student, teacher, target_ids, columns, taught, lse, teacher_lse, draft_size, cap,
+    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr,
+):  # fmt: skip
+    """The students' [K, BLOCK], the teacher's over the draft vocabulary [1, BLOCK], and which elements exist."""
+    mask = taught[:, None] & (columns < draft_size)[None, :]
+    x = tl.load(student + columns[None, :], mask=mask, other=-float("inf")).to(tl.float32)
+    t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
+    return tl.exp(x - lse[:, None]), tl.exp(t - teacher_lse), mask
 
 
 @triton.jit
@@ -119,7 +121,7 @@ def _teacher_kernel(
         return
     teacher = teacher_logits + entry.to(tl.int64) * target_size
     student = logits + tl.where(taught, rows, 0).to(tl.int64)[:, None] * draft_size  # [K, 1]
-    full_lse, best = _teacher_summary(teacher, target_size, cap, HAS_CAP, K * BLOCK)
+    full_lse, best = _row_summary(teacher, target_size, cap, HAS_CAP, K * BLOCK)
     if HAS_VOCABULARY:
         best = tl.load(draft_ids + best)  # -1 outside the draft vocabulary
 
@@ -155,11 +157,9 @@ def _teacher_kernel(
         factor = tl.load(coefficient + rows, mask=taught, other=0.0) * tl.where(best >= 0, 1.0, 0.0)
     for start in range(0, draft_size, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        mask = taught[:, None] & (columns < draft_size)[None, :]
-        x = tl.load(student + columns[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-        q = tl.exp(x - lse[:, None])
-        t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
-        p = tl.exp(t - teacher_lse)
+        q, p, mask = _probabilities(
+            student, teacher, target_ids, columns, taught, lse, teacher_lse, draft_size, cap, HAS_CAP, HAS_VOCABULARY
+        )
         alpha += tl.sum(tl.minimum(p * share, q), 1)
         below += tl.sum(tl.where(q < p * share, q, 0.0), 1)
         if HAS_GRADIENT and OBJECTIVE == 0:  # KL alone needs nothing that this pass is still summing
@@ -171,11 +171,19 @@ def _teacher_kernel(
     if HAS_GRADIENT and OBJECTIVE != 0:
         for start in range(0, draft_size, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            mask = taught[:, None] & (columns < draft_size)[None, :]
-            x = tl.load(student + columns[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-            q = tl.exp(x - lse[:, None])
-            t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
-            p = tl.exp(t - teacher_lse)
+            q, p, mask = _probabilities(
+                student,
+                teacher,
+                target_ids,
+                columns,
+                taught,
+                lse,
+                teacher_lse,
+                draft_size,
+                cap,
+                HAS_CAP,
+                HAS_VOCABULARY,
+            )
             # d kl = q - p; d alpha = q (b - sum(b q)), b = 1 where q < p_full
             by_logit = tl.where(q < p * share, q, 0.0) - q * below[:, None]
             gradient = (q - p) * by_kl[:, None] + by_logit * by_alpha[:, None]
