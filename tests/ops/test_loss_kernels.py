@@ -116,6 +116,16 @@ def test_teacher_rows(objective, seed, dtype, monkeypatch):
     assert_rows_equal(ours[0], plain[0], ours[1], plain[1], dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(7,), (130, 9), (0, 4)])
+def test_scaled(shape, dtype):
+    gradient, scale = torch.randn(shape, device=DEVICE), torch.tensor(0.37, device=DEVICE)
+    expected = (gradient * scale).to(dtype)
+    out = kernels.scaled(gradient, scale, dtype)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert (out is gradient) == (dtype == torch.float32)
+
+
 def test_ties_count_as_torch_counts_them(monkeypatch):
     monkeypatch.setattr(kernels, "BLOCK", 16)
     logits = torch.zeros(3, 40, device=DEVICE)

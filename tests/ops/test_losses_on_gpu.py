@@ -7,6 +7,8 @@ import random
 
 import pytest
 import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from draftsmith.ops import streaming_cross_entropy, streaming_draft_loss
 from tests.ops import test_streaming_cross_entropy as hard_loss
@@ -109,8 +111,44 @@ def test_more_than_2_to_the_31_logits():
     torch.testing.assert_close(whole[-5:], last[-5:], rtol=2e-2, atol=1e-3)
 
 
+def peak_over(make):
+    """Bytes allocated at most while `make()` runs, what it returns included."""
+    make()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = make()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    del result
+    return peak
+
+
+@pytest.mark.parametrize("vocab", [32_000, 128_256])
+def test_the_logits_of_the_chosen_chunk_need_no_more_than_a_layer_does(vocab):
+    """streaming_lm_peak <= transformer_block_peak, both as the allocator counts them."""
+    hidden, rows = 1024, 8192
+    config = LlamaConfig(hidden_size=hidden, intermediate_size=3584, num_attention_heads=8, vocab_size=vocab)
+    config._attn_implementation = "sdpa"
+    layer = LlamaDecoderLayer(config, 0).to("cuda", torch.bfloat16)
+    rotary = LlamaRotaryEmbedding(config).cuda()
+    states = torch.randn(1, rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(0, vocab, (rows,), device="cuda")
+    positions = rotary(states, torch.arange(rows, device="cuda")[None])
+
+    def layer_backward():
+        out = layer(states, position_embeddings=positions)
+        return torch.autograd.grad(out.sum(), [states, *layer.parameters()])
+
+    def loss_backward():
+        return torch.autograd.grad(streaming_cross_entropy(states[0], weight, labels), states)
+
+    assert peak_over(loss_backward) <= peak_over(layer_backward)
+
+
 @pytest.mark.parametrize("draft_vocab", [None, 8_000])
-def test_the_chosen_chunk_takes_the_memory_it_announces(draft_vocab, caplog):
+def test_a_chunk_takes_the_memory_it_announces(draft_vocab, caplog):
     """Peak over inputs, outputs and gradients: the logits of one chunk, and little else."""
     hidden, vocab, ttt_steps, rows = 1024, 32_000, 3, 8192
     row_sets = [torch.arange(rows - step) for step in range(ttt_steps)]
@@ -133,13 +171,7 @@ def test_the_chosen_chunk_takes_the_memory_it_announces(draft_vocab, caplog):
 
     peaks = {}
     for chunk_size in (256, 512):
-        step(chunk_size)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        gradients = step(chunk_size)
-        peaks[chunk_size] = torch.cuda.max_memory_allocated() - before
-        del gradients
+        peaks[chunk_size] = peak_over(lambda chunk_size=chunk_size: step(chunk_size))
     logits_per_row = vocab + ttt_steps * len(weight)
     expected = 256 * logits_per_row * 2
     assert 0.8 * expected < peaks[512] - peaks[256] < 1.3 * expected

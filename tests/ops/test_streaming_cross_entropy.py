@@ -30,7 +30,7 @@ def run(loss_function, tensors, labels, *, dtype=torch.float64, factor=3.0, **op
     bias = leaves[2] if len(leaves) == 3 else None
     loss = loss_function(leaves[0], leaves[1], labels, bias, **options)
     if loss.dim():
-        factor = torch.linspace(-1, 2, loss.numel()).view_as(loss)
+        factor = torch.linspace(-1, 2, loss.numel(), device=loss.device).view_as(loss)
     return [loss.detach(), *torch.autograd.grad((loss * factor).sum(), leaves)]
 
 
@@ -224,7 +224,7 @@ def test_chosen_chunk_follows_the_layer_up_to_4096_rows_and_is_logged_once(caplo
     with caplog.at_level(logging.INFO, logger=chunking.__name__):
         assert chunking.choose_chunk_size(rows=1000, **shape) == 1000 * 20 * 4096 // 128256
         assert chunking.choose_chunk_size(rows=100_000, **shape) == 4096
-    assert chunking.choose_chunk_size(rows=100_000, stacked=7, **shape) == 4096 // 7
+    assert chunking.choose_chunk_size(rows=100_000, stacked=7, **shape) == 1024  # with 7 draft rows each
     assert chunking.choose_chunk_size(rows=1000, memory_budget=2**20, **shape) == 2**20 // (128256 * 2)
     assert chunking.choose_chunk_size(rows=0, **shape) == 1
     assert len(caplog.records) == 1

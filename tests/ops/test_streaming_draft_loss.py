@@ -78,7 +78,7 @@ def assert_sums_close(sums, expected, rtol):
         assert (value is None) == (other is None), name
         if value is not None:
             assert not value.requires_grad
-            torch.testing.assert_close(value.double(), other.double(), rtol=rtol, atol=1e-6, msg=name)
+            torch.testing.assert_close(value.cpu().double(), other.cpu().double(), rtol=rtol, atol=1e-6, msg=name)
 
 
 def check(inputs, dtype, chunk_size=None, **options):
@@ -92,7 +92,7 @@ def check(inputs, dtype, chunk_size=None, **options):
     dense, _ = run(reference_draft_loss, rounded, dtype=dtype, **options)
     ours, sums = run(streaming_draft_loss, rounded, dtype=dtype, chunk_size=chunk_size, **options)
     assert_close_as_dense(ours, dense, truth, dtype)
-    if dtype != torch.bfloat16:  # bf16 logits tie
+    if dtype in (torch.float32, torch.float64):  # 16-bit logits tie
         assert_sums_close(sums, true_sums, rtol=1e-5)
 
 

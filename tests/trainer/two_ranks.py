@@ -1,29 +1,36 @@
-"""Run under torchrun by `test_two_ranks.py`: train one step on two rows, evaluate three, and write what came out."""
+"""Run under torchrun by tests: train two steps on two rows as DDP, with ZeRO-0 and ZeRO-3, and evaluate three."""
 
 import sys
-from pathlib import Path
 
-import torch
-
-from tests.trainer.common import logged, make_rows, make_trainer, weights_of
+from .common import make_rows, make_trainer
+from .ranks import MODES, launch_options, result_of, save_results
 
 
-def main(output_dir: str, batch_size: int) -> None:
-    rows = make_rows([70, 70], supervised=[2, 61])
-    trainer = make_trainer(
+# Supervised tokens of the two rows; in the second case one rank has none.
+CASES = {"uneven": [2, 61], "one rank without rows": [0, 61]}
+
+
+def make_case_trainer(output_dir, case: str, **options):
+    return make_trainer(
         output_dir,
-        rows,
+        make_rows([70, 70], supervised=CASES[case]),
         eval_rows=make_rows([6, 31, 14]),
-        per_device_train_batch_size=batch_size,
         per_device_eval_batch_size=1,
+        max_steps=2,
+        **options,
     )
-    trainer.train()
-    metrics = trainer.evaluate()
-    if trainer.is_world_process_zero():
-        result = {"weights": weights_of(trainer), "loss": logged(trainer, "loss"), "eval_loss": metrics["eval_loss"]}
-        result["length"] = metrics["eval_acceptance_length"]
-        torch.save(result, Path(output_dir) / "result.pt")
+
+
+def main(output_dir: str) -> None:
+    results = {}
+    for mode in MODES:
+        for case in CASES:
+            with launch_options(mode) as options:
+                trainer = make_case_trainer(output_dir, case, per_device_train_batch_size=1, **options)
+                trainer.train()
+                results[mode, case] = result_of(trainer)
+    save_results(results, output_dir)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1])

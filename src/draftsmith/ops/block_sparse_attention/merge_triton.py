@@ -17,9 +17,9 @@ from .merge import MergeGradients, sinks_gradient
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-TILE_ELEMENTS = 2048  # of [G, R, D], where the group allows: small tiles keep more loads in flight
-
-
+# Elements of [G, R, D], where the group allows: programs of one warp add up a group without meeting another warp.
+FORWARD_TILE, BACKWARD_TILE, WARP_ELEMENTS = 1024, 512, 1024
+AHEAD = 6  # diagonals on their way in the backward kernel
 MAX_ROW_STRIDE = 2**31 // 256  # kernels add up to 255 of them in int32
 
 
@@ -132,7 +132,7 @@ def _backward_kernel(
     grad_out, out, lse, query, keys, values, padding, delta, grad_query, grad_keys, grad_values,
     grad_out_strides, out_strides, query_strides, key_strides, grad_query_strides, grad_key_strides,
     queries, kv_heads, scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_PADDING: tl.constexpr, ADD: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HAS_PADDING: tl.constexpr, ADD: tl.constexpr, AHEAD: tl.constexpr,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     batch, kv_head, heads, rows, exists, real = _group_tile(padding, queries, kv_heads, GROUP, HAS_PADDING, G, R)
@@ -153,13 +153,15 @@ def _backward_kernel(
             acc += tl.load(query_pointers, mask=mask, other=0.0).to(tl.float32)
         row_mask = (tl.max(real.to(tl.int32), 0)[None, :, None] > 0) & columns
         row_exists = (rows < queries)[:, :, None] & columns
-        key, value = _load_pair(keys[0], values[0], key_strides, batch, kv_head, rows, row_mask, D)
+        pairs = _load_pair(keys[0], values[0], key_strides, batch, kv_head, rows, row_mask, D)
+        for j in tl.static_range(1, min(AHEAD, len(keys))):
+            pairs = pairs + _load_pair(keys[j], values[j], key_strides, batch, kv_head, rows, row_mask, D)
         for j in tl.static_range(len(keys)):
-            if j + 1 < len(keys):  # asked for before this diagonal's stores, past which no load is moved
-                next_key, next_value = _load_pair(
-                    keys[j + 1], values[j + 1], key_strides, batch, kv_head, rows, row_mask, D
+            if j + AHEAD < len(keys):  # asked for before this diagonal's stores, past which no load is moved
+                pairs = pairs + _load_pair(
+                    keys[j + AHEAD], values[j + AHEAD], key_strides, batch, kv_head, rows, row_mask, D
                 )
-            key, value = key.to(tl.float32), value.to(tl.float32)
+            key, value = pairs[2 * j].to(tl.float32), pairs[2 * j + 1].to(tl.float32)
             weight = tl.exp2(tl.sum(states * key, 2) * (scale * LOG2E) - row_lse)  # [G, R]
             grad_score = weight * (tl.sum(grad * value, 2) - row_delta) * scale
             acc += grad_score[:, :, None] * key
@@ -173,19 +175,17 @@ def _backward_kernel(
                 _row_pointers(grad_values[j], grad_key_strides, batch, kv_head, rows, D),
                 grad_value.to(query.dtype.element_ty), mask=row_exists,
             )  # fmt: skip
-            if j + 1 < len(keys):
-                key, value = next_key, next_value
         tl.store(query_pointers, acc.to(query.dtype.element_ty), mask=exists[:, :, None] & columns)
     tl.store(delta + row_offsets, row_delta, mask=exists)
 
 
-def _tile(query: Tensor, kv_heads: int) -> tuple[tuple[int], dict[str, int]]:
+def _tile(query: Tensor, kv_heads: int, elements: int) -> tuple[tuple[int], dict[str, int]]:
     """The grid and the sizes of [G, R, D]."""
     batch, heads, queries, head_dim = query.shape
     group = heads // kv_heads
     padded_group, width = triton.next_power_of_2(group), triton.next_power_of_2(head_dim)
-    rows = max(1, min(64, TILE_ELEMENTS // (padded_group * width)))
-    warps = 4 if padded_group * rows * width <= 4096 else 8
+    rows = max(1, min(64, elements // (padded_group * width)))
+    warps = max(1, min(8, padded_group * rows * width // WARP_ELEMENTS))
     grid = (triton.cdiv(queries, rows) * batch * kv_heads,)
     return grid, {"GROUP": group, "HEAD_DIM": head_dim, "G": padded_group, "R": rows, "D": width, "num_warps": warps}
 
@@ -204,7 +204,7 @@ def merge_forward(
     kv_heads = keys[0].shape[1] if keys else query.shape[1]
     query, diagonals = rows_in_place(query), same_strides([*keys, *values])
     lse = lse.contiguous()
-    grid, sizes = _tile(query, kv_heads)
+    grid, sizes = _tile(query, kv_heads, FORWARD_TILE)
     if query.numel() > 0:
         _merge_kernel[grid](
             out, lse, query, diagonals[: len(keys)], diagonals[len(keys) :], sinks, padding,
@@ -237,14 +237,14 @@ def merge_backward(
         grad_query = torch.empty_like(query)
     grad_diagonals = tuple(torch.empty_like(tensor) for tensor in diagonals)
     count = len(keys)
-    grid, sizes = _tile(query, kv_heads)
+    grid, sizes = _tile(query, kv_heads, BACKWARD_TILE)
     if query.numel() > 0:
         _backward_kernel[grid](
             grad_out, out, lse, query, diagonals[:count], diagonals[count:], padding, delta, grad_query,
             grad_diagonals[:count], grad_diagonals[count:],
             strides(grad_out), strides(out), strides(query), strides(diagonals[0]) if keys else (0, 0, 0),
             strides(grad_query), strides(grad_diagonals[0]) if keys else (0, 0, 0),
-            query.shape[2], kv_heads, scale, HAS_PADDING=padding is not None, ADD=add, **sizes,
+            query.shape[2], kv_heads, scale, HAS_PADDING=padding is not None, ADD=add, AHEAD=AHEAD, **sizes,
         )  # fmt: skip
     grad_sinks = None if sinks is None else sinks_gradient(sinks, lse, delta)
     return MergeGradients(grad_query, list(grad_diagonals[:count]), list(grad_diagonals[count:]), grad_sinks, delta)

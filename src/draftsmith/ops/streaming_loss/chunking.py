@@ -5,7 +5,7 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MAX_STACKED_ROWS = 4096  # beyond, matrix products gain nothing
+MAX_LOGIT_ROWS = 8192  # of students and teacher together; beyond, matrix products gain nothing
 # What the draft layer keeps per row for its own backward, in hidden sizes: the 2H attention input, q, k, v, attention
 # output and residual (about 6), the MLP's input and three tensors of about 3.5H (about 12), and two norms.
 LAYER_ACTIVATIONS = 20
@@ -29,12 +29,12 @@ def choose_chunk_size(
         hidden_size: H; the layer's backward is estimated as rows * 20 * H elements.
         logits_per_row: logits that one row of a chunk brings into memory.
         itemsize: bytes per element of both.
-        stacked: student rows per row of a chunk; `chunk * stacked` stays below 4096.
+        stacked: student rows per row of a chunk; `chunk * (stacked + 1)` stays below 8192.
         memory_budget: bytes to use instead of the estimate.
     """
     layer_bytes = rows * LAYER_ACTIVATIONS * hidden_size * itemsize if memory_budget is None else memory_budget
     row_bytes = logits_per_row * itemsize
-    chunk = max(1, min(MAX_STACKED_ROWS // stacked, layer_bytes // row_bytes))
+    chunk = max(1, min(MAX_LOGIT_ROWS // (stacked + 1), layer_bytes // row_bytes))
     if (hidden_size, logits_per_row) not in _logged:
         _logged.add((hidden_size, logits_per_row))
         logger.info(

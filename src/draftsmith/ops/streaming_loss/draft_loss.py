@@ -69,7 +69,7 @@ def streaming_draft_loss(
         teacher_bias: [V].
         teacher_softcap: teacher logits become cap * tanh(logits / cap).
         chunk_size: teacher rows per chunk, which brings up to K rows of draft logits each; None: as large as the draft
-            layer's own backward allows, at most 4096 rows of draft logits.
+            layer's own backward allows, at most 8192 rows of logits, the teacher's among them.
 
     Pairs out of the draft vocabulary (by the teacher's full argmax, under "ce" by the label) add no loss and count as
     misses.

@@ -40,7 +40,7 @@ class LinearHead:
     def accumulate(self, grad_logits: Tensor, rows: Tensor) -> None:
         """Add one chunk to the gradients that are needed."""
         if self.needs_weight_grad:
-            self.weight_grad = _add_product(self.weight_grad, grad_logits.t(), rows)
+            self.weight_grad = _add_product(self.weight_grad, grad_logits, rows)
         if self.needs_bias_grad:
             chunk = grad_logits.sum(0, dtype=accumulation_dtype(rows.dtype))
             self.bias_grad = chunk if self.bias_grad is None else self.bias_grad.add_(chunk)
@@ -55,13 +55,13 @@ class LinearHead:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left @ right in accumulation precision; None is zero."""
+    """total + left.T @ right in accumulation precision; None is zero."""
     dtype = accumulation_dtype(right.dtype)
     if dtype != right.dtype and not right.is_cuda:  # only CUDA has products with a wider result
-        product = (left @ right).to(dtype)
+        product = (left.t() @ right).to(dtype)
         return product if total is None else total.add_(product)
     if total is None:
-        return torch.mm(left, right) if dtype == right.dtype else torch.mm(left, right, out_dtype=dtype)
+        return torch.mm(left.t(), right) if dtype == right.dtype else torch.mm(left.t(), right, out_dtype=dtype)
     if dtype == right.dtype:
-        return total.addmm_(left, right)
-    return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+        return total.addmm_(left.t(), right)
+    return torch.addmm(total, left.t(), right, out_dtype=dtype, out=total)

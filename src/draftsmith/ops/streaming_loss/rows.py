@@ -171,3 +171,8 @@ def _logit_gradient(p: Tensor, q: Tensor, full_p: Tensor, slopes: Slopes, coeffi
     below = (q < full_p) * q
     by_alpha = below.sub_(q.mul_(below.sum(-1, keepdim=True))).mul_(slopes.by_alpha[:, None] * coefficient)
     return by_alpha if slopes.by_kl is None else by_alpha.add_(p)
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * scale, a scalar on its device, in `dtype`; in place where that is its own."""
+    return gradient.mul_(scale).to(dtype)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .dispatch import row_functions
+
 
 class Computed(NamedTuple):
     total: Tensor  # scalar
@@ -48,7 +50,7 @@ class _GradientsInForward(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None  # scaled in place, so they serve once
         scale = grad * ctx.scale
         scaled = [
-            None if gradient is None else gradient.mul_(scale).to(dtype)
+            None if gradient is None else row_functions(gradient).scaled(gradient, scale, dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return None, None, *scaled

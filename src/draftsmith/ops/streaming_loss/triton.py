@@ -1,4 +1,4 @@
-"""`rows.py` as one kernel per family: logits are read two or three times and their gradient written over them once.
+"""`rows.py` as one kernel per family: logits are read two or three times, their gradient is written over them once.
 
 A program of `cross_entropy_rows` takes one row. A program of `teacher_rows` takes one teacher row with all the student
 rows that it teaches, [K, BLOCK] at a time, so a teacher tile is loaded once for all of them; with a reduced draft
@@ -13,81 +13,210 @@ from torch import Tensor
 from .rows import DraftVocabulary, RowLosses
 
 
-BLOCK = 8192  # elements per tile
+BLOCK = 2048  # logits per tile, those of all rows of a program
+WARP_COLUMNS = 256
+STAGES = 3  # tiles on their way
+GROUP = tl.constexpr(8)  # neighbouring logits in one thread: 16 bytes of bf16
+LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3.4028234e38)
 OBJECTIVE_CODES = {"kl": 0, "tv": 1, "lk_alpha": 2, "lk_lambda": 3}
+
+
+@triton.jit
+def _exp(x):
+    return tl.exp2(x * LOG2E)  # `tl.exp` spends four more instructions on denormal results
 
 
 @triton.jit
 def _capped(logits, cap, HAS_CAP: tl.constexpr):
     """cap * tanh(logits / cap)"""
     if HAS_CAP:
-        logits = cap - 2 * cap / (tl.exp(2 * logits / cap) + 1)
+        logits = cap - 2 * cap / (_exp(2 * logits / cap) + 1)
     return logits
 
 
 @triton.jit
-def _row_summary(row, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """log-sum-exp and argmax of a whole row."""
-    peak, total, best = -float("inf"), 0.0, 0
-    for start in range(0, size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        x = tl.load(row + columns, mask=columns < size, other=0.0).to(tl.float32)
-        x = tl.where(columns < size, _capped(x, cap, HAS_CAP), -float("inf"))
-        highest, place = tl.max(x, 0, return_indices=True)
-        best = tl.where(highest > peak, start + place, best)  # the first of equals, as torch.argmax
-        new_peak = tl.maximum(peak, highest)
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak))
-        peak = new_peak
-    return peak + tl.log(total), best
+def _columns(tile, BLOCK: tl.constexpr):
+    """[1, L, GROUP] of a tile; sums and maxima over the last axis stay in a thread."""
+    groups = tile * BLOCK + tl.arange(0, BLOCK // GROUP) * GROUP
+    return groups[None, :, None] + tl.arange(0, GROUP)[None, None, :]
+
+
+@triton.jit
+def _load(row, columns, size, MASKED: tl.constexpr):
+    """fp32 logits, -inf where a column does not exist, which only the last tile asks for."""
+    if MASKED:
+        return tl.load(row + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
+    return tl.load(row + columns).to(tl.float32)
+
+
+@triton.jit
+def _no_tiles(ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Peak, total and best tile of groups that have seen nothing; a finite peak, for -inf to be subtracted from."""
+    peak = tl.full([ROWS, BLOCK // GROUP], LOWEST, tl.float32)
+    return peak, tl.zeros_like(peak), tl.zeros([ROWS, BLOCK // GROUP], tl.int32)
+
+
+@triton.jit
+def _add_tile(x, tile, peak, total, best):
+    """One more tile [R, L, GROUP] in each group's own maximum, its tile, and the sum of exp(x - maximum).
+
+    Groups meet only after the last tile. Returns also what earlier terms are corrected by, and this tile's weights.
+    """
+    highest = tl.max(x, 2)
+    new_peak = tl.maximum(peak, highest)
+    correction = _exp(peak - new_peak)
+    weights = _exp(x - new_peak[:, :, None])
+    total = total * correction + tl.sum(weights, 2)
+    return new_peak, total, tl.where(highest > peak, tile, best), correction, weights
+
+
+@triton.jit
+def _across_groups(row, size, cap, peak, total, best, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Of each row: log-sum-exp, the first of the highest logits' columns, and exp(a group's peak - the row's)."""
+    highest = tl.max(peak, 1)
+    groups = best * BLOCK + (tl.arange(0, BLOCK // GROUP) * GROUP)[None, :]
+    first = tl.min(tl.where(peak == highest[:, None], groups, 2147483647), 1)
+    columns = first[:, None] + tl.arange(0, GROUP)[None, :]
+    x = tl.load(row + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
+    x = tl.where(columns < size, _capped(x, cap, HAS_CAP), -float("inf"))
+    scale = _exp(peak - highest[:, None])
+    return highest + tl.log(tl.sum(total * scale, 1)), first + tl.argmax(x, 1), scale
+
+
+@triton.jit
+def _row_summary(row, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """log-sum-exp [1] and argmax [1] of a whole row, given by its pointer [1, 1]."""
+    peak, total, best = _no_tiles(1, BLOCK)
+    tiles = size // BLOCK
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        x = _load(row[:, :, None], _columns(tile, BLOCK), size, False)
+        peak, total, best, _, _ = _add_tile(_capped(x, cap, HAS_CAP), tile, peak, total, best)
+    if tiles * BLOCK < size:
+        columns = _columns(tiles, BLOCK)
+        x = _capped(_load(row[:, :, None], columns, size, True), cap, HAS_CAP)
+        x = tl.where(columns < size, x, -float("inf"))
+        peak, total, best, _, _ = _add_tile(x, tiles, peak, total, best)
+    lse, first, _ = _across_groups(row, size, cap, peak, total, best, HAS_CAP, BLOCK)
+    return lse, first
+
+
+@triton.jit
+def _write_hard_gradient(
+    logits, tile, size, label, lse, factor, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    columns = _columns(tile, BLOCK)
+    x = _capped(_load(logits, columns, size, MASKED), cap, HAS_CAP)
+    gradient = (_exp(x - lse[:, None, None]) - tl.where(columns == label, 1.0, 0.0)) * factor
+    if HAS_CAP:
+        gradient *= 1 - (x / cap) * (x / cap)
+    gradient = gradient.to(logits.dtype.element_ty)
+    tl.store(logits + columns, gradient, mask=(columns < size) if MASKED else None)
 
 
 @triton.jit
 def _cross_entropy_kernel(
     logits, labels, coefficient, losses, hits, vocabulary, cap,
-    HAS_GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     logits += row.to(tl.int64) * vocabulary
     label = tl.load(labels + row)
     label_logit = _capped(tl.load(logits + label).to(tl.float32), cap, HAS_CAP)
-    lse, best = _row_summary(logits, vocabulary, cap, HAS_CAP, BLOCK)
-    tl.store(losses + row, lse - label_logit)
-    tl.store(hits + row, best == label)
+    lse, best = _row_summary(logits + tl.zeros([1, 1], tl.int32), vocabulary, cap, HAS_CAP, BLOCK, STAGES)
+    one = row + tl.arange(0, 1)
+    tl.store(losses + one, lse - label_logit)
+    tl.store(hits + one, best == label)
     if HAS_GRADIENT:
         factor = tl.load(coefficient + row)
-        for start in range(0, vocabulary, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            x = _capped(tl.load(logits + columns, mask=columns < vocabulary, other=0.0).to(tl.float32), cap, HAS_CAP)
-            gradient = (tl.exp(x - lse) - tl.where(columns == label, 1.0, 0.0)) * factor
-            if HAS_CAP:
-                gradient *= 1 - (x / cap) * (x / cap)
-            tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=columns < vocabulary)
+        tiles = vocabulary // BLOCK  # backwards: the last ones are still in the cache
+        if tiles * BLOCK < vocabulary:
+            _write_hard_gradient(logits, tiles, vocabulary, label, lse, factor, cap, HAS_CAP, BLOCK, True)
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            _write_hard_gradient(logits, tiles - 1 - tile, vocabulary, label, lse, factor, cap, HAS_CAP, BLOCK, False)
 
 
 @triton.jit
 def _teacher_tile(
-    teacher, target_ids, columns, size, cap, HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr
+    teacher, target_ids, columns, size, cap, HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """[1, BLOCK] teacher logits of the draft's columns."""
-    inside = columns < size
+    """[1, L, GROUP] teacher logits of the draft's columns; never -inf, of which 0 * -inf would make NaN."""
     if HAS_VOCABULARY:
-        ids = tl.load(target_ids + columns, mask=inside, other=0)
-        x = tl.load(teacher + ids, mask=inside, other=0.0)
+        columns_in_target = tl.load(target_ids + columns, mask=(columns < size) if MASKED else None)
+        x = tl.load(teacher + columns_in_target, mask=(columns < size) if MASKED else None).to(tl.float32)
     else:
-        x = tl.load(teacher + columns, mask=inside, other=0.0)
-    return tl.where(inside, _capped(x.to(tl.float32), cap, HAS_CAP), -float("inf"))[None, :]
+        x = _load(teacher, columns, size, MASKED)
+    x = _capped(x, cap, HAS_CAP)
+    if MASKED:
+        x = tl.where(columns < size, x, -float("inf"))
+    return tl.where(x < LOWEST, LOWEST, x)
+
+
+@triton.jit
+def _compare_tile(
+    student, teacher, target_ids, tile, size, cap,
+    peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross,
+    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One more tile in the summaries of students and teacher, and in sum exp(t - teacher's peak) * (t - x)."""
+    columns = _columns(tile, BLOCK)
+    x = _load(student, columns, size, MASKED)
+    peak, total, chosen, _, _ = _add_tile(x, tile, peak, total, chosen)
+    t = _teacher_tile(teacher, target_ids, columns, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED)
+    teacher_peak, teacher_total, teacher_best, correction, weights = _add_tile(
+        t, tile, teacher_peak, teacher_total, teacher_best
+    )
+    terms = weights * (t - x)
+    if MASKED:
+        terms = tl.where(columns < size, terms, 0.0)
+    return peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross * correction + tl.sum(terms, 2)
 
 
 @triton.jit
 def _probabilities(
-    student, teacher, target_ids, columns, taught, lse, teacher_lse, draft_size, cap,
-    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr,
+    student, teacher, target_ids, columns, lse, teacher_lse, size, cap,
+    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The students' [K, BLOCK], the teacher's over the draft vocabulary [1, BLOCK], and which elements exist."""
-    mask = taught[:, None] & (columns < draft_size)[None, :]
-    x = tl.load(student + columns[None, :], mask=mask, other=-float("inf")).to(tl.float32)
-    t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
-    return tl.exp(x - lse[:, None]), tl.exp(t - teacher_lse), mask
+    """The students' [K, L, GROUP] and the teacher's [1, L, GROUP] over the draft vocabulary."""
+    x = _load(student, columns, size, MASKED)
+    t = _teacher_tile(teacher, target_ids, columns, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED)
+    return _exp(x - lse[:, None, None]), _exp(t - teacher_lse[:, None, None])
+
+
+@triton.jit
+def _agreement_tile(
+    student, teacher, target_ids, tile, size, cap, taught, lse, teacher_lse, share, factor, shared, below,
+    WRITES_KL: tl.constexpr, NEEDS_BELOW: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One more tile in sum min(p, q) and sum of q < p, p full; KL alone needs neither and writes its gradient here."""
+    columns = _columns(tile, BLOCK)
+    q, p = _probabilities(
+        student, teacher, target_ids, columns, lse, teacher_lse, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED
+    )
+    full_p = p * share
+    shared += tl.sum(tl.minimum(full_p, q), 2)
+    if NEEDS_BELOW:
+        below += tl.sum(tl.where(q < full_p, q, 0.0), 2)
+    if WRITES_KL:
+        gradient = ((q - p) * factor).to(student.dtype.element_ty)
+        tl.store(student + columns, gradient, mask=(taught & (columns < size)) if MASKED else taught)
+    return shared, below
+
+
+@triton.jit
+def _write_soft_gradient(
+    student, teacher, target_ids, tile, size, cap, taught, lse, teacher_lse, share, below, by_kl, by_alpha,
+    HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """d kl = q - p; d alpha = q (b - sum(b q)), b = 1 where q < p, full"""
+    columns = _columns(tile, BLOCK)
+    q, p = _probabilities(
+        student, teacher, target_ids, columns, lse, teacher_lse, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED
+    )
+    gradient = (q - p) * by_kl + (tl.where(q < p * share, q, 0.0) - q * below) * by_alpha
+    mask = (taught & (columns < size)) if MASKED else taught
+    tl.store(student + columns, gradient.to(student.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -111,83 +240,104 @@ def _teacher_kernel(
     logits, teacher_logits, students, coefficient, target_ids, draft_ids, losses, hits, alphas,
     count, draft_size, target_size, cap,
     OBJECTIVE: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr,
-    K: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0)
     steps = tl.arange(0, K)
     rows = tl.load(students + entry * count + steps, mask=steps < count, other=-1)  # [K], -1 where a step has none
-    taught = rows >= 0
-    if tl.max(taught.to(tl.int32)) == 0:
+    exists = rows >= 0
+    if tl.max(exists.to(tl.int32)) == 0:
         return
+    taught = exists[:, None, None]
     teacher = teacher_logits + entry.to(tl.int64) * target_size
-    student = logits + tl.where(taught, rows, 0).to(tl.int64)[:, None] * draft_size  # [K, 1]
-    full_lse, best = _row_summary(teacher, target_size, cap, HAS_CAP, K * BLOCK)
+    student_rows = logits + tl.where(exists, rows, 0).to(tl.int64)[:, None] * draft_size  # [K, 1]
+    student = student_rows[:, :, None]
+    tiles = draft_size // BLOCK
+    has_rest = tiles * BLOCK < draft_size
+
+    peak, total, chosen = _no_tiles(K, BLOCK)
+    teacher_peak, teacher_total, teacher_best = _no_tiles(1, BLOCK)
+    cross = tl.zeros([K, BLOCK // GROUP], tl.float32)
+    for tile in tl.range(0, tiles, num_stages=STAGES):
+        peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross = _compare_tile(
+            student, teacher, target_ids, tile, draft_size, cap,
+            peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross,
+            HAS_CAP, HAS_VOCABULARY, BLOCK, False,
+        )  # fmt: skip
+    if has_rest:
+        peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross = _compare_tile(
+            student, teacher, target_ids, tiles, draft_size, cap,
+            peak, total, chosen, teacher_peak, teacher_total, teacher_best, cross,
+            HAS_CAP, HAS_VOCABULARY, BLOCK, True,
+        )  # fmt: skip
+    teacher_row = teacher + tl.zeros([1, 1], tl.int32)
+    lse, choice, _ = _across_groups(student_rows, draft_size, 1.0, peak, total, chosen, False, BLOCK)  # [K]
     if HAS_VOCABULARY:
+        full_lse, best = _row_summary(teacher_row, target_size, cap, HAS_CAP, K * BLOCK, STAGES)
         best = tl.load(draft_ids + best)  # -1 outside the draft vocabulary
+        highest = tl.max(teacher_peak, 1)
+        scale = _exp(teacher_peak - highest[:, None])
+        teacher_lse = highest + tl.log(tl.sum(teacher_total * scale, 1))
+    else:
+        teacher_lse, best, scale = _across_groups(
+            teacher_row, draft_size, cap, teacher_peak, teacher_total, teacher_best, HAS_CAP, BLOCK
+        )
+        full_lse = teacher_lse
+    # sum p (log p - log q) = sum p (t - x) - lse_p + lse_q
+    kl = tl.sum(cross * scale, 1) / tl.sum(teacher_total * scale, 1) - teacher_lse + lse
+    share = tl.exp(teacher_lse - full_lse)[:, None, None]  # of the full probability, on the draft vocabulary
+    supervised = best >= 0
 
-    peak = tl.full([K], -float("inf"), tl.float32)
-    total, chosen = tl.zeros([K], tl.float32), tl.zeros([K], tl.int32)
-    teacher_peak, teacher_total, cross = -float("inf"), 0.0, tl.zeros([K], tl.float32)
-    for start in range(0, draft_size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        mask = taught[:, None] & (columns < draft_size)[None, :]
-        x = tl.load(student + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-        x = tl.where((columns < draft_size)[None, :], x, -float("inf"))
-        highest, place = tl.max(x, 1, return_indices=True)
-        chosen = tl.where(highest > peak, start + place, chosen)
-        new_peak = tl.maximum(peak, highest)
-        total = total * tl.exp(peak - new_peak) + tl.sum(tl.exp(x - new_peak[:, None]), 1)
-        peak = new_peak
-        t = _teacher_tile(teacher, target_ids, columns, draft_size, cap, HAS_CAP, HAS_VOCABULARY)
-        new_teacher_peak = tl.maximum(teacher_peak, tl.max(t))
-        weights = tl.exp(t - new_teacher_peak)  # [1, BLOCK]
-        correction = tl.exp(teacher_peak - new_teacher_peak)
-        teacher_total = teacher_total * correction + tl.sum(weights)
-        # sum p (log p - log q) = sum p (t - x) - lse_p + lse_q
-        cross = cross * correction + tl.sum(tl.where(weights > 0, weights * (t - x), 0.0), 1)
-        teacher_peak = new_teacher_peak
-    lse = peak + tl.log(total)
-    teacher_lse = teacher_peak + tl.log(teacher_total)
-    kl = cross / teacher_total - teacher_lse + lse
-    share = tl.exp(teacher_lse - full_lse)  # of the full probability, that falls on the draft vocabulary
-
-    alpha, below = tl.zeros([K], tl.float32), tl.zeros([K], tl.float32)
     factor = tl.zeros([K], tl.float32)
     if HAS_GRADIENT:
-        factor = tl.load(coefficient + rows, mask=taught, other=0.0) * tl.where(best >= 0, 1.0, 0.0)
-    for start in range(0, draft_size, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        q, p, mask = _probabilities(
-            student, teacher, target_ids, columns, taught, lse, teacher_lse, draft_size, cap, HAS_CAP, HAS_VOCABULARY
-        )
-        alpha += tl.sum(tl.minimum(p * share, q), 1)
-        below += tl.sum(tl.where(q < p * share, q, 0.0), 1)
-        if HAS_GRADIENT and OBJECTIVE == 0:  # KL alone needs nothing that this pass is still summing
-            tl.store(student + columns[None, :], ((q - p) * factor[:, None]).to(logits.dtype.element_ty), mask=mask)
+        factor = tl.load(coefficient + rows, mask=exists, other=0.0) * tl.where(supervised, 1.0, 0.0)
+    shared, below = tl.zeros_like(cross), tl.zeros_like(cross)
+    WRITES_KL: tl.constexpr = HAS_GRADIENT and OBJECTIVE == 0
+    NEEDS_BELOW: tl.constexpr = HAS_GRADIENT and OBJECTIVE != 0
+    if has_rest:
+        shared, below = _agreement_tile(
+            student, teacher, target_ids, tiles, draft_size, cap, taught, lse, teacher_lse, share,
+            factor[:, None, None], shared, below, WRITES_KL, NEEDS_BELOW, HAS_CAP, HAS_VOCABULARY, BLOCK, True,
+        )  # fmt: skip
+    for tile in tl.range(0, tiles, num_stages=STAGES):  # backwards: the last ones are still in the cache
+        shared, below = _agreement_tile(
+            student, teacher, target_ids, tiles - 1 - tile, draft_size, cap, taught, lse, teacher_lse, share,
+            factor[:, None, None], shared, below, WRITES_KL, NEEDS_BELOW, HAS_CAP, HAS_VOCABULARY, BLOCK, False,
+        )  # fmt: skip
+    alpha = tl.sum(shared, 1)
     loss, by_kl, by_alpha = _slopes(kl, alpha, OBJECTIVE)
-    tl.store(losses + rows, tl.where(best >= 0, loss, 0.0), mask=taught)
-    tl.store(hits + rows, chosen == best, mask=taught)
-    tl.store(alphas + rows, alpha, mask=taught)
-    if HAS_GRADIENT and OBJECTIVE != 0:
-        for start in range(0, draft_size, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            q, p, mask = _probabilities(
-                student,
-                teacher,
-                target_ids,
-                columns,
-                taught,
-                lse,
-                teacher_lse,
-                draft_size,
-                cap,
-                HAS_CAP,
-                HAS_VOCABULARY,
-            )
-            # d kl = q - p; d alpha = q (b - sum(b q)), b = 1 where q < p_full
-            by_logit = tl.where(q < p * share, q, 0.0) - q * below[:, None]
-            gradient = (q - p) * by_kl[:, None] + by_logit * by_alpha[:, None]
-            tl.store(student + columns[None, :], (gradient * factor[:, None]).to(logits.dtype.element_ty), mask=mask)
+    tl.store(losses + rows, tl.where(supervised, loss, 0.0), mask=exists)
+    tl.store(hits + rows, choice == best, mask=exists)
+    tl.store(alphas + rows, alpha, mask=exists)
+    if NEEDS_BELOW:
+        below_sum = tl.sum(below, 1)[:, None, None]
+        by_kl, by_alpha = (by_kl * factor)[:, None, None], (by_alpha * factor)[:, None, None]
+        for tile in tl.range(0, tiles, num_stages=STAGES):
+            _write_soft_gradient(
+                student, teacher, target_ids, tile, draft_size, cap, taught, lse, teacher_lse, share, below_sum,
+                by_kl, by_alpha, HAS_CAP, HAS_VOCABULARY, BLOCK, False,
+            )  # fmt: skip
+        if has_rest:
+            _write_soft_gradient(
+                student, teacher, target_ids, tiles, draft_size, cap, taught, lse, teacher_lse, share, below_sum,
+                by_kl, by_alpha, HAS_CAP, HAS_VOCABULARY, BLOCK, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def _scale_kernel(gradient, scale, out, count, BLOCK: tl.constexpr):
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(gradient + places, mask=places < count).to(tl.float32)
+    tl.store(out + places, (x * tl.load(scale)).to(out.dtype.element_ty), mask=places < count)
+
+
+def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rows.scaled`, by one pass over memory."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.numel() > 0:
+        with torch.cuda.device_of(gradient):
+            _scale_kernel[(triton.cdiv(gradient.numel(), BLOCK),)](gradient, scale, out, gradient.numel(), BLOCK=BLOCK)
+    return out
 
 
 def cross_entropy_rows(
@@ -202,7 +352,7 @@ def cross_entropy_rows(
             _cross_entropy_kernel[(count,)](
                 logits, labels, coefficient, loss, hit, vocabulary, softcap or 1.0,
                 HAS_GRADIENT=coefficient is not None, HAS_CAP=softcap is not None,
-                BLOCK=_block(vocabulary, 1), num_warps=8,
+                STAGES=STAGES, **_tile(vocabulary, 1),
             )  # fmt: skip
     return RowLosses(loss, hit, None)
 
@@ -231,10 +381,12 @@ def teacher_rows(
                 steps, draft_size, teacher_logits.shape[1], teacher_softcap or 1.0,
                 OBJECTIVE=OBJECTIVE_CODES[objective], HAS_GRADIENT=coefficient is not None,
                 HAS_CAP=teacher_softcap is not None, HAS_VOCABULARY=vocabulary is not None,
-                K=padded_steps, BLOCK=_block(draft_size, padded_steps), num_warps=8,
+                K=padded_steps, STAGES=STAGES, **_tile(draft_size, padded_steps),
             )  # fmt: skip
     return RowLosses(loss, hit, alpha)
 
 
-def _block(vocabulary: int, rows: int) -> int:
-    return max(16, min(BLOCK // rows, triton.next_power_of_2(vocabulary)))
+def _tile(vocabulary: int, rows: int) -> dict[str, int]:
+    """A thread holds its columns of all rows, so what it computes of the teacher's serves all of them."""
+    block = max(16, min(BLOCK // rows, triton.next_power_of_2(vocabulary)))
+    return {"BLOCK": block, "num_warps": max(1, min(4, block // WARP_COLUMNS))}

@@ -1,0 +1,84 @@
+"""Training on several ranks: the launcher for tests, and what the scripts that it launches share."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from .common import logged
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_two_ranks(script, output_dir, *, gpus=False, bf16=False, timeout=280):
+    """Run `tests.trainer.<script>` under torchrun and return the results that it saved, on the CPU."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*launcher, "-m", f"tests.trainer.{script}", str(output_dir), *(["--bf16"] if bf16 else [])]
+    # Scripts take GPUs where they see some.
+    device = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **device}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return torch.load(Path(output_dir) / "result.pt", map_location="cpu")
+
+
+def _zero(stage: int) -> dict:
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,  # a weight is whole only inside its module's forward
+            "stage3_max_reuse_distance": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",  # accelerate would clip at 1 without it
+        "bf16": {"enabled": "auto"},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+MODES = {"ddp": None, "zero0": _zero(0), "zero3": _zero(3)}  # name -> `deepspeed` of the training arguments
+
+
+@contextmanager
+def launch_options(mode: str) -> Iterator[dict]:
+    """The training arguments of one of several runs in a process."""
+    use_cpu = not torch.cuda.is_available()
+    if use_cpu:
+        from deepspeed.ops import __compatible_ops__
+
+        __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for more than a minute
+    yield {
+        "deepspeed": MODES[mode],
+        "use_cpu": use_cpu,
+        "bf16": "--bf16" in sys.argv,
+        "ddp_timeout": 90,  # ranks that wait for each other in vain end with an error
+    }
+    AcceleratorState._reset_state()
+    unset_hf_deepspeed_config()
+
+
+def result_of(trainer) -> dict:
+    """What a trained trainer logged, evaluates to and holds, its weights whole; every rank takes part."""
+    head_numel = trainer.model.lm_head.weight.numel()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {
+        "loss": logged(trainer, "loss"),
+        "metrics": trainer.evaluate(),
+        "weights": {name: value for name, value in (weights or {}).items() if value.is_floating_point()},
+        "head_numel": head_numel,
+    }
+
+
+def save_results(results: dict, output_dir: str) -> None:
+    if os.environ["RANK"] == "0":
+        torch.save(results, Path(output_dir) / "result.pt")
