@@ -24,6 +24,8 @@ from .loss_check import add_product, row_losses
 class Contender:
     """A loss of `Inputs`: with a teacher, sum_k of the mean over R_k."""
 
+    is_kept = True  # for later rounds; not where another contender makes it compile again
+
     def __init__(self, inputs: Inputs):
         self.inputs = inputs
 
@@ -108,6 +110,8 @@ class Dense(Contender):
 
 
 class Compiled(Dense):
+    is_kept = False
+
     def __init__(self, inputs: Inputs):
         super().__init__(inputs)
         torch._dynamo.reset()  # one graph per case: another would be compiled for shapes of both
@@ -206,6 +210,8 @@ class LigerKL(PerStep):
 
 class LigerChunkedJSD(PerStep):
     """Its compiled distillation losses, softmax in the logits' dtype, 1024 tokens at a time."""
+
+    is_kept = False
 
     def __init__(self, inputs: Inputs):
         super().__init__(inputs)
