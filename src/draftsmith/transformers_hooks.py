@@ -195,7 +195,7 @@ def block_sparse_flash_attention_forward(
         sliding_window=mask.sliding_window,
         sinks=s_aux,
         scale=scaling,
-        key_gradients=kwargs.get("key_gradients"),
+        **{name: kwargs.get(name) for name in ("key_gradients", "kept_result")},
     )
     return output[..., :value_dim].transpose(1, 2).contiguous(), None
 

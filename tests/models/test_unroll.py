@@ -6,6 +6,8 @@ from transformers import DynamicCache, GptOssConfig, LlamaConfig, Qwen3Config
 
 from draftsmith import Eagle3DraftConfig, Eagle3DraftModel
 from draftsmith.alignment import row_sets
+from draftsmith.models.eagle3 import modeling_eagle3
+from draftsmith.ops.block_sparse_attention import sdpa
 
 from .plain_unroll import plain_loss
 
@@ -273,7 +275,8 @@ def test_nothing_supervised_gives_zero_loss_and_gradients():
 
 @pytest.mark.parametrize("ttt_steps", [1, 2, 7, 8])
 @pytest.mark.parametrize("attention", ["block_sparse_flash", "eager"])
-def test_recompute_equals_no_recompute(ttt_steps, attention):
+def test_recompute_equals_no_recompute(ttt_steps, attention, monkeypatch):
+    monkeypatch.setattr(modeling_eagle3, "RECOMPUTED_ROWS", 7)
     model = make_model(norm_output=True)
     model.set_attn_implementation(attention)
     batch = make_batch(model, 2, 15)
@@ -281,6 +284,18 @@ def test_recompute_equals_no_recompute(ttt_steps, attention):
     model.train()
     model.gradient_checkpointing_enable()
     assert_same(gradients(model, model(**batch, ttt_steps=ttt_steps).loss), plain)
+
+
+def test_recompute_keeps_the_results_of_attention(monkeypatch):
+    model = make_model()
+    batch = make_batch(model, 2, 15)
+    calls = []
+    forward = sdpa.forward
+    monkeypatch.setattr(sdpa, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    model.train()
+    model.gradient_checkpointing_enable()
+    gradients(model, model(**batch, ttt_steps=3).loss)
+    assert len(calls) == 3
 
 
 def test_bf16_compute_under_autocast_keeps_fp32_masters():

@@ -1,14 +1,20 @@
 """Mathematics of draft-head training: tensors in, tensors out."""
 
-from .block_sparse_attention import block_sparse_flash_attention, share_keys
+from .block_sparse_attention import KeptResult, block_sparse_flash_attention, share_keys
+from .pointwise import fused, swiglu
+from .selection import select_rows
 from .streaming_loss import OBJECTIVES, DraftLossSums, streaming_cross_entropy, streaming_draft_loss
 
 
 __all__ = [
     "OBJECTIVES",
     "DraftLossSums",
+    "KeptResult",
     "block_sparse_flash_attention",
+    "fused",
+    "select_rows",
     "share_keys",
     "streaming_cross_entropy",
     "streaming_draft_loss",
+    "swiglu",
 ]

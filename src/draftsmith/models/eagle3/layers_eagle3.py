@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import Cache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -16,11 +17,11 @@ from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
     eager_attention_forward,
+    rotate_half,
 )
 
-from ...ops import share_keys
+from ...ops import KeptResult, fused, select_rows, share_keys, swiglu
 
 
 # Rotated keys and values of one step, each [B, Hkv, S, d]; of step 0 `SharedKeys`, where our attention reads them.
@@ -29,8 +30,16 @@ StepKeys = tuple[torch.Tensor, ...]
 
 class Eagle3RMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # An fp32 master weight under bf16 compute would turn the activations fp32.
-        return super().forward(hidden_states).to(hidden_states.dtype)
+        # One kernel each way. Neither an fp32 master weight nor autocast may turn the activations fp32.
+        weight = self.weight.to(hidden_states.dtype)
+        return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon).to(hidden_states.dtype)
+
+
+class Eagle3MLP(LlamaMLP):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if self.config.hidden_act != "silu":
+            return super().forward(hidden_states)
+        return self.down_proj(swiglu(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
 
 
 class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):
@@ -72,6 +81,15 @@ def served_rope_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=served_length)
 
 
+@fused
+def rotated(
+    states: torch.Tensor,  # [B, heads, S, d]
+    cos: torch.Tensor,  # [B, S, d]
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    return states * cos[:, None] + rotate_half(states) * sin[:, None]
+
+
 class Eagle3Attention(nn.Module):
     """Attention over `[embedding ; recurrent state]`: causal on step-0 keys, one key per row of every later step."""
 
@@ -96,9 +114,10 @@ class Eagle3Attention(nn.Module):
         earlier_keys: list[StepKeys],
         cache: Cache | None,
         visibility: dict[str, Any],
+        kept_result: KeptResult | None,
     ) -> tuple[torch.Tensor, StepKeys]:
         """Attended rows `[B, Q, H]` and this step's keys and values."""
-        query_states = hidden_states if query_rows is None else hidden_states[:, query_rows]
+        query_states = hidden_states if query_rows is None else select_rows(hidden_states, query_rows, dim=1)
         query, key, value = (
             projection(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection, states in (
@@ -108,20 +127,19 @@ class Eagle3Attention(nn.Module):
             )
         )
         cos, sin = position_embeddings
-        if query_rows is None:
-            query, key = apply_rotary_pos_emb(query, key, cos, sin)
-        else:
-            query, _ = apply_rotary_pos_emb(query, query, cos[:, query_rows], sin[:, query_rows])
-            _, key = apply_rotary_pos_emb(key, key, cos, sin)
+        key = rotated(key, cos, sin)
+        if query_rows is not None:
+            cos, sin = cos[:, query_rows], sin[:, query_rows]
+        query = rotated(query, cos, sin)
         own_keys: StepKeys = (key, value)
         if cache is not None:
             own_keys = cache.update(key, value, 0)
         elif not earlier_keys and self.config._attn_implementation == "block_sparse_flash":
             own_keys = share_keys(key, value)  # every later step adds to their gradients
-        attended = self._attend(query, [*earlier_keys, own_keys], visibility)  # [B, Q, Hq, d]
+        attended = self._attend(query, [*earlier_keys, own_keys], visibility, kept_result)  # [B, Q, Hq, d]
         return self.o_proj(attended.flatten(2)), own_keys
 
-    def _attend(self, query, step_keys, visibility) -> torch.Tensor:
+    def _attend(self, query, step_keys, visibility, kept_result) -> torch.Tensor:
         (key, value, *key_sums), *diagonals = step_keys
         attend = partial(
             ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward),
@@ -132,7 +150,7 @@ class Eagle3Attention(nn.Module):
         )
         if self.config._attn_implementation == "block_sparse_flash":
             keys, values = [k for k, _ in diagonals], [v for _, v in diagonals]
-            shared = {"key_gradients": tuple(key_sums) or None}
+            shared = {"key_gradients": tuple(key_sums) or None, "kept_result": kept_result}
             return attend(key, value, None, diagonal_keys=keys, diagonal_values=values, **shared, **visibility)[0]
         if query.shape[2] == 0:  # transformers' sdpa cannot reshape an empty step
             return query.transpose(1, 2)
@@ -149,9 +167,14 @@ class Eagle3DecoderLayer(nn.Module):
         self.hidden_norm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Eagle3Attention(config)
-        self.mlp = LlamaMLP(config)
+        self.mlp = Eagle3MLP(config)
 
-    def forward(
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        """Output of the querying rows `[B, Q, H]`, then the `StepKeys` of all rows; arguments as of `attend`."""
+        hidden_states, *own_keys = self.attend(*args, **kwargs)
+        return self.feed_forward(hidden_states), *own_keys
+
+    def attend(
         self,
         inputs_embeds: torch.Tensor,  # [B, S, H]
         hidden_states: torch.Tensor,  # [B, S, H]
@@ -160,18 +183,21 @@ class Eagle3DecoderLayer(nn.Module):
         earlier_keys: list[StepKeys] = (),  # type: ignore[assignment]
         cache: Cache | None = None,
         visibility: dict[str, Any] | None = None,
+        kept_result: KeptResult | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Output of the querying rows `[B, Q, H]`, then the `StepKeys` of all rows."""
+        """The layer's first half, its residual included."""
         normed = self.hidden_norm(hidden_states)
         residual = normed if self.norm_before_residual else hidden_states
-        residual = residual if query_rows is None else residual[:, query_rows]
+        residual = residual if query_rows is None else select_rows(residual, query_rows, dim=1)
         attention_input = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
         attended, own_keys = self.self_attn(
-            attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}
+            attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}, kept_result
         )
-        hidden_states = residual + attended
-        hidden_states = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states, *own_keys
+        return residual + attended, *own_keys
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The layer's second half, row by row."""
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 class Eagle3Head(nn.Linear):

@@ -16,12 +16,14 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ... import alignment
-from ...ops import DraftLossSums, streaming_draft_loss
+from ...ops import DraftLossSums, KeptResult, select_rows, streaming_draft_loss
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
 
 
 logger = logging.getLogger(__name__)
+
+RECOMPUTED_ROWS = 16384  # of the MLP at a time: its activations are five times as wide as the layer's
 
 
 @dataclass
@@ -206,9 +208,6 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         At step 0 every row gives a key and a value, but only R_0 queries. Later a row sees nothing but its document's
         step-0 keys and its own later keys, so step k computes R_k alone.
         """
-        run_layer: Callable = self.midlayer
-        if self.gradient_checkpointing and self.training:
-            run_layer = partial(self._gradient_checkpointing_func, self.midlayer.__call__)
         window = self.config.sliding_window
         hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
         computed_rows = torch.arange(len(tokens), device=tokens.device)
@@ -217,17 +216,14 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         normed_outputs: list[torch.Tensor] = []
         for step, rows in enumerate(row_sets):
             if step > 0:
-                hidden_states = hidden_states[:, torch.searchsorted(row_sets[step - 1], rows)]
+                hidden_states = select_rows(hidden_states, torch.searchsorted(row_sets[step - 1], rows), dim=1)
                 computed_rows = rows
-            next_tokens = tokens[(computed_rows + 1 + step).clamp(max=len(tokens) - 1)]
-            inputs_embeds = self.embed(next_tokens)[None]
-            hidden_states, *own_keys = run_layer(
-                inputs_embeds,
+            hidden_states, *own_keys = self._layer(
+                tokens[None, (computed_rows + 1 + step).clamp(max=len(tokens) - 1)],
                 hidden_states,
-                self.rotary_emb(inputs_embeds, positions[None, computed_rows] + step),
+                positions[None, computed_rows] + step,
                 rows if step == 0 else None,
                 _visible_keys(step_keys, row_sets, step, window),
-                None,
                 {
                     "document_ids": documents,
                     "query_positions": rows[None],
@@ -242,6 +238,36 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                 hidden_states = normed_outputs[-1][None]
         return normed_outputs
 
+    def _layer(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        """The decoder layer; arguments as of `_attend`.
+
+        With gradient checkpointing a step keeps its input, its keys, attention's result, with which attention is not
+        computed again, and the input of the MLP.
+        """
+        if not (self.gradient_checkpointing and self.training):
+            hidden_states, *own_keys = self._attend(*args)
+            return self.midlayer.feed_forward(hidden_states), *own_keys
+        recompute: Callable = self._gradient_checkpointing_func
+        hidden_states, *own_keys = recompute(self._attend, *args, KeptResult())
+        parts = [recompute(self.midlayer.feed_forward, part) for part in hidden_states.split(RECOMPUTED_ROWS, dim=1)]
+        return torch.cat(parts, dim=1), *own_keys
+
+    def _attend(
+        self,
+        next_tokens: torch.Tensor,  # [1, S]
+        hidden_states: torch.Tensor,  # [1, S, H]
+        positions: torch.Tensor,  # [1, S]
+        query_rows: torch.Tensor | None,
+        earlier_keys: list[StepKeys],
+        visibility: dict[str, Any],
+        kept_result: KeptResult | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        inputs_embeds = self.embed(next_tokens)
+        position_embeddings = self.rotary_emb(inputs_embeds, positions)
+        return self.midlayer.attend(
+            inputs_embeds, hidden_states, position_embeddings, query_rows, earlier_keys, None, visibility, kept_result
+        )
+
 
 def _visible_keys(
     step_keys: list[StepKeys], row_sets: list[torch.Tensor], step: int, window: int | None
@@ -251,6 +277,10 @@ def _visible_keys(
     for earlier in range(1, step):
         if window is None or step - earlier < window:
             kept = torch.searchsorted(row_sets[earlier], row_sets[step])
-            key, value = step_keys[earlier]
-            visible.append((key[:, :, kept], value[:, :, kept]))
+            visible.append(tuple(_rows_of_heads(states, kept) for states in step_keys[earlier]))
     return visible
+
+
+def _rows_of_heads(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of `[B, Hkv, S, d]`, heads side by side in memory as projections leave them."""
+    return select_rows(states.transpose(1, 2), rows, dim=1).transpose(1, 2)

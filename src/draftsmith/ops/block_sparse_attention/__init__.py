@@ -1,6 +1,7 @@
 """Attention of a training-time-test unroll: block-sparse causal part, one extra key per query row and later step."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,14 @@ from .reference import reference_attention
 from .validation import check_key_gradients, check_masks, check_tensors
 
 
-__all__ = ["SharedKeys", "block_sparse_flash_attention", "reference_attention", "share_keys"]
+__all__ = ["KeptResult", "SharedKeys", "block_sparse_flash_attention", "reference_attention", "share_keys"]
+
+
+@dataclass
+class KeptResult:
+    """(output, log-sum-exp) of a call, from which its repetition in a recomputed forward pass takes them."""
+
+    value: tuple[Tensor, Tensor] | None = None
 
 
 def block_sparse_flash_attention(
@@ -31,6 +39,7 @@ def block_sparse_flash_attention(
     implementation: str | None = None,
     *,
     key_gradients: tuple[Tensor, Tensor] | None = None,
+    kept_result: KeptResult | None = None,
 ) -> Tensor:
     """Causal attention inside documents, plus J keys that only their own query row sees.
 
@@ -52,6 +61,8 @@ def block_sparse_flash_attention(
             `"triton"` or `"reference"` (dense) on CUDA, `"sdpa"` on CPU; a name forces one.
         key_gradients: `(shared.key_sum, shared.value_sum)`, which receive the gradients of `key` and `value` that
             several calls share; see [`share_keys`].
+        kept_result: under `torch.utils.checkpoint`, an object of this call alone: the first call fills it, and the
+            recomputation reads it instead of computing attention again. `"reference"` ignores it.
 
     Returns:
         [B, Hq, Q, D] in `query`'s dtype. Padding queries (position or document -1) give 0 and zero gradients.
@@ -87,6 +98,7 @@ def block_sparse_flash_attention(
         layout,
         sliding_window,
         scale,
+        kept_result,
         query,
         key,
         value,
@@ -100,14 +112,21 @@ def block_sparse_flash_attention(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float, query: Tensor, key: Tensor,
-        value: Tensor, key_sum: Tensor | None, value_sum: Tensor | None, sinks: Tensor | None, *diagonals: Tensor,
+        ctx: Any, engine: Engine, layout: Layout, window: int | None, scale: float, kept: KeptResult | None,
+        query: Tensor, key: Tensor, value: Tensor, key_sum: Tensor | None, value_sum: Tensor | None,
+        sinks: Tensor | None, *diagonals: Tensor,
     ) -> Tensor:  # fmt: skip
         count = len(diagonals) // 2
-        with torch.cuda.device_of(query):  # kernels are launched on the current device
-            out, lse = engine.forward(
-                query, key, value, diagonals[:count], diagonals[count:], sinks, layout, window=window, scale=scale
-            )
+        if kept is not None and kept.value is not None:
+            out, lse = kept.value
+            kept.value = None  # a second backward computes it again
+        else:
+            with torch.cuda.device_of(query):  # kernels are launched on the current device
+                out, lse = engine.forward(
+                    query, key, value, diagonals[:count], diagonals[count:], sinks, layout, window=window, scale=scale
+                )
+            if kept is not None:
+                kept.value = out.detach(), lse
         ctx.save_for_backward(query, key, value, sinks, out, lse, *diagonals)
         ctx.engine, ctx.layout, ctx.window, ctx.scale = engine, layout, window, scale
         ctx.key_dtype = key.dtype if key_sum is None else key_sum.dtype
@@ -124,5 +143,5 @@ class _Attention(torch.autograd.Function):
             window=ctx.window, scale=ctx.scale, key_dtype=ctx.key_dtype,
         )  # fmt: skip
         of_keys = (None, None, *of_keys) if ctx.shared else (*of_keys, None, None)
-        constants = (None,) * 4
+        constants = (None,) * 5
         return *constants, gradients.query, *of_keys, gradients.sinks, *gradients.keys, *gradients.values
