@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from accelerate.utils import send_to_device
 
 from draftsmith.data import DraftCollator
 
@@ -113,3 +114,11 @@ def test_arrays_and_tensors_are_taken(kind):
 def test_lengths_that_do_not_agree_are_refused(columns, reason):
     with pytest.raises(ValueError, match=reason):
         DraftCollator(ttt_steps=2)([row([0, 1, 1]), row([0, 1, 1]) | columns])
+
+
+def test_row_sets_stay_on_the_cpu_when_a_batch_moves():
+    batch = DraftCollator(ttt_steps=2)([row([0, 1, 1, 1, 0])])
+    moved = send_to_device(batch, "meta")
+    assert moved["input_ids"].is_meta
+    assert [rows.device.type for rows in moved["row_sets"]] == ["cpu", "cpu"]
+    assert len(moved["row_sets"]) == 2 and moved["row_sets"][0].tolist() == [0, 1]

@@ -14,6 +14,23 @@ from .documents import turns_from_mask
 PADDING = {"input_ids": 0, "loss_mask": 0, "turn_ids": -1, "position_ids": 0, "document_ids": -1}
 
 
+class RowSets(Sequence[torch.Tensor]):
+    """K ascending int64 index tensors.
+
+    Neither a list nor a tensor, so that they stay on the CPU when a batch moves: their lengths are read there, and
+    reading them from a device would wait for all it has been given to do.
+    """
+
+    def __init__(self, rows: Sequence[torch.Tensor]):
+        self._rows = list(rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, step):
+        return self._rows[step]
+
+
 @dataclass
 class DraftCollator:
     """Pads rows on the right and computes which (row, step) pairs are supervised.
@@ -26,7 +43,7 @@ class DraftCollator:
     ttt_steps: int
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | list[torch.Tensor]]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | RowSets]:
         """Collate rows with `input_ids` and `loss_mask`, and optionally `turn_ids` and `document_lengths`.
 
         Without `turn_ids` every contiguous run of a document's mask is a turn; without `document_lengths` a row is
@@ -49,8 +66,8 @@ class DraftCollator:
             for name, values in row.items():
                 batch[name][number, : len(values)] = torch.from_numpy(values)
         batch["loss_mask"] = batch["loss_mask"].bool()
-        batch["row_sets"] = row_sets(
-            batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps
+        batch["row_sets"] = RowSets(
+            row_sets(batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps)
         )
         return batch
 

@@ -2,6 +2,7 @@
 
 from .block_sparse_attention import KeptResult, block_sparse_flash_attention, share_keys
 from .pointwise import fused, swiglu
+from .recompute import made_again
 from .selection import select_rows
 from .streaming_loss import OBJECTIVES, DraftLossSums, streaming_cross_entropy, streaming_draft_loss
 
@@ -12,6 +13,7 @@ __all__ = [
     "KeptResult",
     "block_sparse_flash_attention",
     "fused",
+    "made_again",
     "select_rows",
     "share_keys",
     "streaming_cross_entropy",

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
     rotate_half,
 )
 
-from ...ops import KeptResult, fused, select_rows, share_keys, swiglu
+from ...ops import KeptResult, fused, made_again, select_rows, share_keys, swiglu
 
 
 # Rotated keys and values of one step, each [B, Hkv, S, d]; of step 0 `SharedKeys`, where our attention reads them.
@@ -36,10 +36,19 @@ class Eagle3RMSNorm(LlamaRMSNorm):
 
 
 class Eagle3MLP(LlamaMLP):
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.gradient_checkpointing = False  # transformers sets it
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.config.hidden_act != "silu":
             return super().forward(hidden_states)
-        return self.down_proj(swiglu(self.gate_proj(hidden_states), self.up_proj(hidden_states)))
+        gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
+        product = swiglu(gate, up)
+        if self.gradient_checkpointing:
+            return self.down_proj(product)
+        with made_again(product, lambda: swiglu(gate, up)):
+            return self.down_proj(product)
 
 
 class Eagle3RotaryEmbedding(LlamaRotaryEmbedding):

@@ -1,0 +1,26 @@
+"""Cheap tensors that a backward pass makes again instead of keeping them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def made_again(tensor: Tensor, make: Callable[[], Tensor]) -> Iterator[None]:
+    """What runs inside keeps `make` for its backward where it would keep `tensor`, or a view of all of it.
+
+    Not inside `torch.utils.checkpoint`, whose own hooks these replace.
+    """
+    place = tensor.data_ptr(), tensor.numel()
+
+    def pack(kept: Tensor) -> Tensor | torch.Size:
+        is_it = (kept.data_ptr(), kept.numel()) == place and kept.is_contiguous()
+        return kept.shape if is_it else kept
+
+    def unpack(kept: Tensor | torch.Size) -> Tensor:
+        return make().view(kept) if isinstance(kept, torch.Size) else kept
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
