@@ -11,6 +11,7 @@ from collections.abc import Sequence
 # Each is the module of the same name in this package, with a `main(argv)`; imported when called, not before.
 COMMANDS = {
     "prepare": "chat data to token ids, supervision masks and packed rows",
+    "plan": "what a training step needs of a GPU's memory, and what to do about it",
     "train": "train a draft head on a frozen target",
     "evaluate": "decode held-out prompts speculatively and measure the acceptance length",
 }
@@ -19,7 +20,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; `argv` defaults to the process's arguments.
 
-    A usage error prints as `error: ...` and exits with status 2, without a traceback.
+    A usage error prints as `error: ...` and exits with status 2, without a traceback; so does Ctrl-C, with status 130.
     """
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -36,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _help() -> str:

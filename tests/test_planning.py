@@ -1,0 +1,63 @@
+"""The memory model: what must hold whatever its constants are."""
+
+from dataclasses import replace
+
+import pytest
+
+from draftsmith import planning
+
+
+TARGET = planning.TargetShape(
+    hidden_size=4096, vocab_size=128256, aux_states=3, weight_bytes=16 * 10**9, layer_width=55296
+)
+HEAD = planning.HeadShape(
+    hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=32000,
+    trained_parameters=425_000_000,
+)  # fmt: skip
+SETUP = planning.Setup(tokens=8192)
+
+
+def peak(**changes):
+    return planning.plan(TARGET, HEAD, replace(SETUP, **changes)).peak
+
+
+def test_more_work_needs_more_and_levers_need_less():
+    assert peak(tokens=16384) > peak() > peak(supervised=0.25) > peak(supervised=0.1)
+    assert peak(ttt_steps=8) > peak() > peak(ttt_steps=3)
+    assert peak(chunk_size=4096) > peak(chunk_size=2048)
+    assert peak(recompute=True) < peak()
+    assert peak(zero_stage=3, gpus=8) < peak(zero_stage=2, gpus=8) < peak(zero_stage=1, gpus=8) < peak()
+    assert peak(zero_stage=2, offload=True) < peak(zero_stage=2)
+
+
+def test_weights_and_activations_of_a_known_case():
+    """Llama-3.1-8B, worked out by hand: fp32 masters and Adam, and 63,488 elements of bf16 per row and step."""
+    made = planning.plan(TARGET, HEAD, SETUP)
+    assert made.held["optimizer"] == 8 * 425_000_000
+    assert made.held["target states"] == 8192 * 4 * 4096 * 2
+    rows = 8192 * 7
+    kept = 4 * 4096 + 2048 + 4096 + 4 * 4096 + 4096 + 2 * 14336
+    earlier_keys = 8192 * 2048 * (1 + 2 + 3 + 4 + 5)
+    assert made.phases["loss"]["unroll"] == 2 * (rows * kept + earlier_keys)
+    assert made.highest_phase in ("loss", "backward")
+
+
+@pytest.mark.parametrize("memory", [20, 40, 80, 141])
+def test_the_longest_context_fits_and_one_granule_more_does_not(memory):
+    setup = replace(SETUP, recompute=True)
+    tokens = planning.longest_context(TARGET, HEAD, setup, memory * planning.GIB, lambda setup: 512)
+
+    def fits(count):
+        longer = replace(setup, tokens=count, chunk_size=512)
+        return planning.plan(TARGET, HEAD, longer).peak <= planning.USABLE * memory * planning.GIB
+
+    assert tokens % planning.GRANULE == 0
+    assert (tokens == 0 or fits(tokens)) and not fits(tokens + planning.GRANULE)
+
+
+def test_levers_are_tried_once_each_and_never_need_more():
+    for setup in (SETUP, replace(SETUP, gpus=4), replace(SETUP, gpus=4, zero_stage=3, recompute=True)):
+        options = list(planning.levers(setup))
+        peaks = [planning.plan(TARGET, HEAD, option).peak for _, option in options]
+        assert peaks == sorted(peaks, reverse=True)
+        assert len({name for name, _ in options}) == len(options)
