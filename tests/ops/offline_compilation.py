@@ -21,6 +21,8 @@ from triton.runtime.jit import JITFunction
 from draftsmith.ops.block_sparse_attention import merge_triton
 from draftsmith.ops.block_sparse_attention import triton as engine
 from draftsmith.ops.block_sparse_attention.layout import Layout
+from draftsmith.ops.streaming_loss import triton as losses
+from draftsmith.ops.streaming_loss.rows import DraftVocabulary
 
 
 DIAGONALS, LENGTH = 6, 4096
@@ -77,6 +79,13 @@ def call(dtype: torch.dtype, head_dim: int) -> None:
         out, query, key, value, diagonals, diagonals, sinks, out, lse, layout, window=None, scale=1.0, key_dtype=dtype
     )
     merge_triton.merge_forward(out, lse, query, diagonals, diagonals, sinks, layout.padding, 1.0)
+    logits, rows = torch.empty(7, 32_000, dtype=dtype), torch.zeros(7, dtype=torch.long)
+    losses.cross_entropy_rows(logits, rows, torch.empty(7), softcap=30.0)
+    losses.teacher_rows(
+        logits, torch.empty(1, 128_256, dtype=dtype), rows[None], torch.empty(7), objective="lk_lambda",
+        vocabulary=DraftVocabulary(torch.zeros(32_000, dtype=torch.long), torch.zeros(128_256, dtype=torch.long)),
+        teacher_softcap=None,
+    )  # fmt: skip
 
 
 def main(configurations: list[tuple[str, int, str]]) -> None:

@@ -134,6 +134,64 @@ def test_ties_count_as_torch_counts_them(monkeypatch):
     assert kernels.cross_entropy_rows(logits, labels, None).hit.tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("masked", [-float("inf"), torch.finfo(torch.float32).min], ids=["-inf", "lowest"])
+@pytest.mark.parametrize("ids", [slice(0, 8), slice(8, 64), slice(56, 70), slice(1, 70)], ids=str)
+@pytest.mark.parametrize("objective", rows.TEACHER_OBJECTIVES)
+def test_ids_that_a_teacher_masks_have_no_probability(objective, ids, masked, monkeypatch):
+    monkeypatch.setattr(kernels, "BLOCK", 32)
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher_logits = normal(generator, 2, 70).to(DEVICE), normal(generator, 2, 70).to(DEVICE)
+    teacher_logits[:, ids] = masked
+    students, coefficient = torch.tensor([[0], [1]], device=DEVICE), torch.ones(2, device=DEVICE)
+    options = {"objective": objective, "vocabulary": None, "teacher_softcap": None}
+    results = []
+    for module in (kernels, rows):
+        gradient = logits.clone()
+        results += [module.teacher_rows(gradient, teacher_logits, students, coefficient, **options), gradient]
+    ours, gradient, plain, plain_gradient = results
+    assert ours.loss.isfinite().all() and gradient.isfinite().all()
+    assert_rows_equal(ours, plain, gradient, plain_gradient, torch.float32)
+    kept = torch.ones(70, dtype=torch.bool, device=DEVICE)
+    kept[ids] = False
+    p = teacher_logits[:, kept].softmax(-1)
+    if objective == "kl":
+        truth = (p * (p.log() - logits.log_softmax(-1)[:, kept])).sum(-1)
+        torch.testing.assert_close(ours.loss, truth, rtol=1e-5, atol=1e-6)
+
+
+def test_a_draft_vocabulary_without_probability_adds_nothing():
+    """Its only id is masked: the teacher's argmax is outside, and p is 0."""
+    vocabulary = rows.DraftVocabulary(
+        torch.tensor([5], device=DEVICE), torch.full((20,), -1, device=DEVICE).index_fill(0, torch.tensor(5), 0)
+    )
+    teacher_logits = torch.zeros(1, 20, device=DEVICE)
+    teacher_logits[0, 5] = -float("inf")
+    for objective in rows.TEACHER_OBJECTIVES:
+        options = {"objective": objective, "vocabulary": vocabulary, "teacher_softcap": None}
+        for module in (kernels, rows):
+            gradient = torch.ones(1, 1, device=DEVICE)
+            students, coefficient = torch.zeros(1, 1, dtype=torch.long, device=DEVICE), torch.ones(1, device=DEVICE)
+            found = module.teacher_rows(gradient, teacher_logits, students, coefficient, **options)
+            assert found.loss.item() == 0 and found.alpha.item() == 0 and gradient.item() == 0
+
+
+def test_a_row_of_nothing_but_not_a_number_stays_one():
+    logits = torch.full((2, 70), float("nan"), device=DEVICE)
+    logits[1] = 0
+    labels, students = torch.zeros(2, dtype=torch.long, device=DEVICE), torch.tensor([[0], [1]], device=DEVICE)
+    loss = kernels.cross_entropy_rows(logits.clone(), labels, None).loss
+    assert loss.isnan().tolist() == [True, False]
+    vocabulary = rows.DraftVocabulary(
+        torch.arange(5, device=DEVICE), torch.arange(70, device=DEVICE).where(torch.arange(70, device=DEVICE) < 5, -1)
+    )
+    teacher_logits = torch.zeros(2, 70, device=DEVICE)
+    teacher_logits[:, 60] = 3.0  # outside
+    teacher_logits[0, 2] = float("nan")
+    options = {"objective": "kl", "vocabulary": vocabulary, "teacher_softcap": None}
+    loss = kernels.teacher_rows(torch.zeros(2, 5, device=DEVICE), teacher_logits, students, None, **options).loss
+    assert loss.isnan().tolist() == [True, False]
+
+
 def test_not_a_number_is_not_hidden():
     logits = torch.zeros(2, 40, device=DEVICE)
     logits[1, 7] = float("nan")

@@ -19,7 +19,7 @@ ALLOWED_SPILLS = {
     ("bfloat16", 64, "large"): 0,
     ("bfloat16", 128, "large"): 256,
     ("float16", 256, "large"): 1800,
-    ("float32", 32, "large"): 0,
+    ("float32", 32, "large"): 160,  # of the losses' kernel with seven steps of fp32 logits
     ("bfloat16", 64, "small"): 0,
     ("bfloat16", 128, "small"): 400,
     ("bfloat16", 256, "small"): 1800,
@@ -38,7 +38,7 @@ def kernels():
 @pytest.mark.parametrize("configuration", ALLOWED_SPILLS, ids=str)
 def test_kernels_fit(kernels, configuration):
     compiled = [kernel for kernel in kernels if kernel["configuration"] == [*configuration]]
-    assert len(compiled) >= 6
+    assert len(compiled) >= 8
     for kernel in compiled:
         assert kernel["spill_bytes"] <= ALLOWED_SPILLS[configuration], kernel
         assert kernel["shared"] + kernel["static_shared"] <= SHARED_MEMORY[configuration[2]], kernel

@@ -61,6 +61,7 @@ def reference_draft_loss(
     draft_of = torch.where(mask, mask.cumsum(0) - 1, -1)  # [V]
 
     teacher_logits = _logits(teacher_states, teacher_weight, teacher_bias, teacher_softcap)  # [|R_0|, V]
+    teacher_logits = teacher_logits.clamp(min=-1e30)  # ids masked with -inf have p = 0, and add 0 to a KL
     all_log_p = teacher_logits[:, mask].log_softmax(-1)  # [|R_0|, D]
     all_full_p = teacher_logits.softmax(-1)[:, mask]  # [|R_0|, D]
     best = draft_of[labels if objective == "ce" else teacher_logits.argmax(-1)]  # [|R_0|], draft ids, -1 outside

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..precision import accumulation_dtype
 
 
+MASKED_LOGIT = -1e30  # e to it is 0
 BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # a CPU block stays in its caches, a CUDA block fills the device
 
 
@@ -105,8 +106,10 @@ class _TeacherRows(NamedTuple):
 
 
 def _capped(logits: Tensor, softcap: float | None, dtype: torch.dtype) -> Tensor:
+    """A teacher's, in `dtype`; never -inf, which times a probability of 0 would be NaN."""
     logits = logits.to(dtype)
-    return logits if softcap is None else softcap_(logits.clone(), softcap)
+    logits = logits if softcap is None else softcap_(logits.clone(), softcap)
+    return logits.clamp(min=MASKED_LOGIT)
 
 
 def _summarise(logits: Tensor, vocabulary: DraftVocabulary | None, softcap: float | None) -> _TeacherRows:

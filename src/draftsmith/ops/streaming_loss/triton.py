@@ -19,6 +19,7 @@ STAGES = 3  # tiles on their way
 GROUP = tl.constexpr(8)  # neighbouring logits in one thread: 16 bytes of bf16
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234e38)
+MASKED_LOGIT = tl.constexpr(-1e30)  # of a teacher: e to it is 0, and sums of it stay finite
 OBJECTIVE_CODES = {"kl": 0, "tv": 1, "lk_alpha": 2, "lk_lambda": 3}
 
 
@@ -73,20 +74,20 @@ def _add_tile(x, tile, peak, total, best):
 
 @triton.jit
 def _across_groups(row, size, cap, peak, total, best, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each row: log-sum-exp, the first of the highest logits' columns, and exp(a group's peak - the row's)."""
+    """Of each row: the highest logit, sum of exp(logit - highest), the first column with it, exp(peaks - highest)."""
     highest = tl.max(peak, 1)
     groups = best * BLOCK + (tl.arange(0, BLOCK // GROUP) * GROUP)[None, :]
-    first = tl.min(tl.where(peak == highest[:, None], groups, 2147483647), 1)
+    first = tl.min(tl.where(peak == highest[:, None], groups, size - 1), 1)
     columns = first[:, None] + tl.arange(0, GROUP)[None, :]
     x = tl.load(row + columns, mask=columns < size, other=-float("inf")).to(tl.float32)
     x = tl.where(columns < size, _capped(x, cap, HAS_CAP), -float("inf"))
     scale = _exp(peak - highest[:, None])
-    return highest + tl.log(tl.sum(total * scale, 1)), first + tl.argmax(x, 1), scale
+    return highest, tl.sum(total * scale, 1), tl.minimum(first + tl.argmax(x, 1), size - 1), scale
 
 
 @triton.jit
 def _row_summary(row, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """log-sum-exp [1] and argmax [1] of a whole row, given by its pointer [1, 1]."""
+    """Highest logit, sum of exp(logit - highest) and argmax, [1] each, of a whole row given by its pointer [1, 1]."""
     peak, total, best = _no_tiles(1, BLOCK)
     tiles = size // BLOCK
     for tile in tl.range(0, tiles, num_stages=STAGES):
@@ -97,17 +98,19 @@ def _row_summary(row, size, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, STA
         x = _capped(_load(row[:, :, None], columns, size, True), cap, HAS_CAP)
         x = tl.where(columns < size, x, -float("inf"))
         peak, total, best, _, _ = _add_tile(x, tiles, peak, total, best)
-    lse, first, _ = _across_groups(row, size, cap, peak, total, best, HAS_CAP, BLOCK)
-    return lse, first
+    highest, total, first, _ = _across_groups(row, size, cap, peak, total, best, HAS_CAP, BLOCK)
+    return highest, total, first
 
 
 @triton.jit
 def _write_hard_gradient(
-    logits, tile, size, label, lse, factor, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
+    logits, tile, size, label, highest, per_total, factor, cap,
+    HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     columns = _columns(tile, BLOCK)
     x = _capped(_load(logits, columns, size, MASKED), cap, HAS_CAP)
-    gradient = (_exp(x - lse[:, None, None]) - tl.where(columns == label, 1.0, 0.0)) * factor
+    probability = _exp(x - highest[:, None, None]) * per_total[:, None, None]
+    gradient = (probability - tl.where(columns == label, 1.0, 0.0)) * factor
     if HAS_CAP:
         gradient *= 1 - (x / cap) * (x / cap)
     gradient = gradient.to(logits.dtype.element_ty)
@@ -123,24 +126,29 @@ def _cross_entropy_kernel(
     logits += row.to(tl.int64) * vocabulary
     label = tl.load(labels + row)
     label_logit = _capped(tl.load(logits + label).to(tl.float32), cap, HAS_CAP)
-    lse, best = _row_summary(logits + tl.zeros([1, 1], tl.int32), vocabulary, cap, HAS_CAP, BLOCK, STAGES)
+    pointer = logits + tl.zeros([1, 1], tl.int32)
+    highest, total, best = _row_summary(pointer, vocabulary, cap, HAS_CAP, BLOCK, STAGES)
     one = row + tl.arange(0, 1)
-    tl.store(losses + one, lse - label_logit)
+    tl.store(losses + one, tl.log(total) - (label_logit - highest))
     tl.store(hits + one, best == label)
     if HAS_GRADIENT:
-        factor = tl.load(coefficient + row)
+        factor, per_total = tl.load(coefficient + row), 1 / total
         tiles = vocabulary // BLOCK  # backwards: the last ones are still in the cache
         if tiles * BLOCK < vocabulary:
-            _write_hard_gradient(logits, tiles, vocabulary, label, lse, factor, cap, HAS_CAP, BLOCK, True)
+            _write_hard_gradient(
+                logits, tiles, vocabulary, label, highest, per_total, factor, cap, HAS_CAP, BLOCK, True
+            )
         for tile in tl.range(0, tiles, num_stages=STAGES):
-            _write_hard_gradient(logits, tiles - 1 - tile, vocabulary, label, lse, factor, cap, HAS_CAP, BLOCK, False)
+            _write_hard_gradient(
+                logits, tiles - 1 - tile, vocabulary, label, highest, per_total, factor, cap, HAS_CAP, BLOCK, False
+            )
 
 
 @triton.jit
 def _teacher_tile(
     teacher, target_ids, columns, size, cap, HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """[1, L, GROUP] teacher logits of the draft's columns; never -inf, of which 0 * -inf would make NaN."""
+    """[1, L, GROUP] teacher logits of the draft's columns; never -inf, which times a probability of 0 would be NaN."""
     if HAS_VOCABULARY:
         columns_in_target = tl.load(target_ids + columns, mask=(columns < size) if MASKED else None)
         x = tl.load(teacher + columns_in_target, mask=(columns < size) if MASKED else None).to(tl.float32)
@@ -149,7 +157,7 @@ def _teacher_tile(
     x = _capped(x, cap, HAS_CAP)
     if MASKED:
         x = tl.where(columns < size, x, -float("inf"))
-    return tl.where(x < LOWEST, LOWEST, x)
+    return tl.where(x < MASKED_LOGIT, MASKED_LOGIT, x)  # NaN stays
 
 
 @triton.jit
@@ -174,26 +182,28 @@ def _compare_tile(
 
 @triton.jit
 def _probabilities(
-    student, teacher, target_ids, columns, lse, teacher_lse, size, cap,
+    student, teacher, target_ids, columns, scales, size, cap,
     HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The students' [K, L, GROUP] and the teacher's [1, L, GROUP] over the draft vocabulary."""
+    """The students' [K, L, GROUP] and the teacher's [1, L, GROUP] over the draft vocabulary.
+
+    `scales` are the students' highest logits and 1 / sum of exp(logit - highest), then the teacher's.
+    """
     x = _load(student, columns, size, MASKED)
     t = _teacher_tile(teacher, target_ids, columns, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED)
-    return _exp(x - lse[:, None, None]), _exp(t - teacher_lse[:, None, None])
+    q = _exp(x - scales[0][:, None, None]) * scales[1][:, None, None]
+    return q, _exp(t - scales[2][:, None, None]) * scales[3][:, None, None]
 
 
 @triton.jit
 def _agreement_tile(
-    student, teacher, target_ids, tile, size, cap, taught, lse, teacher_lse, share, factor, shared, below,
+    student, teacher, target_ids, tile, size, cap, taught, scales, share, factor, shared, below,
     WRITES_KL: tl.constexpr, NEEDS_BELOW: tl.constexpr,
     HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One more tile in sum min(p, q) and sum of q < p, p full; KL alone needs neither and writes its gradient here."""
     columns = _columns(tile, BLOCK)
-    q, p = _probabilities(
-        student, teacher, target_ids, columns, lse, teacher_lse, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED
-    )
+    q, p = _probabilities(student, teacher, target_ids, columns, scales, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED)
     full_p = p * share
     shared += tl.sum(tl.minimum(full_p, q), 2)
     if NEEDS_BELOW:
@@ -206,14 +216,12 @@ def _agreement_tile(
 
 @triton.jit
 def _write_soft_gradient(
-    student, teacher, target_ids, tile, size, cap, taught, lse, teacher_lse, share, below, by_kl, by_alpha,
+    student, teacher, target_ids, tile, size, cap, taught, scales, share, below, by_kl, by_alpha,
     HAS_CAP: tl.constexpr, HAS_VOCABULARY: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """d kl = q - p; d alpha = q (b - sum(b q)), b = 1 where q < p, full"""
     columns = _columns(tile, BLOCK)
-    q, p = _probabilities(
-        student, teacher, target_ids, columns, lse, teacher_lse, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED
-    )
+    q, p = _probabilities(student, teacher, target_ids, columns, scales, size, cap, HAS_CAP, HAS_VOCABULARY, MASKED)
     gradient = (q - p) * by_kl + (tl.where(q < p * share, q, 0.0) - q * below) * by_alpha
     mask = (taught & (columns < size)) if MASKED else taught
     tl.store(student + columns, gradient.to(student.dtype.element_ty), mask=mask)
@@ -271,21 +279,23 @@ def _teacher_kernel(
             HAS_CAP, HAS_VOCABULARY, BLOCK, True,
         )  # fmt: skip
     teacher_row = teacher + tl.zeros([1, 1], tl.int32)
-    lse, choice, _ = _across_groups(student_rows, draft_size, 1.0, peak, total, chosen, False, BLOCK)  # [K]
+    highest, total, choice, _ = _across_groups(student_rows, draft_size, 1.0, peak, total, chosen, False, BLOCK)  # [K]
     if HAS_VOCABULARY:
-        full_lse, best = _row_summary(teacher_row, target_size, cap, HAS_CAP, K * BLOCK, STAGES)
+        teacher_highest = tl.max(teacher_peak, 1)
+        scale = _exp(teacher_peak - teacher_highest[:, None])
+        mass = tl.sum(teacher_total * scale, 1)
+        full_highest, full_mass, best = _row_summary(teacher_row, target_size, cap, HAS_CAP, K * BLOCK, STAGES)
         best = tl.load(draft_ids + best)  # -1 outside the draft vocabulary
-        highest = tl.max(teacher_peak, 1)
-        scale = _exp(teacher_peak - highest[:, None])
-        teacher_lse = highest + tl.log(tl.sum(teacher_total * scale, 1))
+        share = mass / full_mass * _exp(teacher_highest - full_highest)
     else:
-        teacher_lse, best, scale = _across_groups(
+        teacher_highest, mass, best, scale = _across_groups(
             teacher_row, draft_size, cap, teacher_peak, teacher_total, teacher_best, HAS_CAP, BLOCK
         )
-        full_lse = teacher_lse
+        share = tl.full([1], 1.0, tl.float32)
+    share = share[:, None, None]  # of the full probability, on the draft vocabulary
     # sum p (log p - log q) = sum p (t - x) - lse_p + lse_q
-    kl = tl.sum(cross * scale, 1) / tl.sum(teacher_total * scale, 1) - teacher_lse + lse
-    share = tl.exp(teacher_lse - full_lse)[:, None, None]  # of the full probability, on the draft vocabulary
+    kl = tl.sum(cross * scale, 1) / mass + (highest - teacher_highest) + (tl.log(total) - tl.log(mass))
+    scales = (highest, 1 / total, teacher_highest, 1 / mass)
     supervised = best >= 0
 
     factor = tl.zeros([K], tl.float32)
@@ -296,17 +306,17 @@ def _teacher_kernel(
     NEEDS_BELOW: tl.constexpr = HAS_GRADIENT and OBJECTIVE != 0
     if has_rest:
         shared, below = _agreement_tile(
-            student, teacher, target_ids, tiles, draft_size, cap, taught, lse, teacher_lse, share,
+            student, teacher, target_ids, tiles, draft_size, cap, taught, scales, share,
             factor[:, None, None], shared, below, WRITES_KL, NEEDS_BELOW, HAS_CAP, HAS_VOCABULARY, BLOCK, True,
         )  # fmt: skip
     for tile in tl.range(0, tiles, num_stages=STAGES):  # backwards: the last ones are still in the cache
         shared, below = _agreement_tile(
-            student, teacher, target_ids, tiles - 1 - tile, draft_size, cap, taught, lse, teacher_lse, share,
+            student, teacher, target_ids, tiles - 1 - tile, draft_size, cap, taught, scales, share,
             factor[:, None, None], shared, below, WRITES_KL, NEEDS_BELOW, HAS_CAP, HAS_VOCABULARY, BLOCK, False,
         )  # fmt: skip
     alpha = tl.sum(shared, 1)
     loss, by_kl, by_alpha = _slopes(kl, alpha, OBJECTIVE)
-    tl.store(losses + rows, tl.where(supervised, loss, 0.0), mask=exists)
+    tl.store(losses + rows, loss * supervised.to(tl.float32), mask=exists)  # NaN stays
     tl.store(hits + rows, choice == best, mask=exists)
     tl.store(alphas + rows, alpha, mask=exists)
     if NEEDS_BELOW:
@@ -314,12 +324,12 @@ def _teacher_kernel(
         by_kl, by_alpha = (by_kl * factor)[:, None, None], (by_alpha * factor)[:, None, None]
         for tile in tl.range(0, tiles, num_stages=STAGES):
             _write_soft_gradient(
-                student, teacher, target_ids, tile, draft_size, cap, taught, lse, teacher_lse, share, below_sum,
+                student, teacher, target_ids, tile, draft_size, cap, taught, scales, share, below_sum,
                 by_kl, by_alpha, HAS_CAP, HAS_VOCABULARY, BLOCK, False,
             )  # fmt: skip
         if has_rest:
             _write_soft_gradient(
-                student, teacher, target_ids, tiles, draft_size, cap, taught, lse, teacher_lse, share, below_sum,
+                student, teacher, target_ids, tiles, draft_size, cap, taught, scales, share, below_sum,
                 by_kl, by_alpha, HAS_CAP, HAS_VOCABULARY, BLOCK, True,
             )  # fmt: skip
 
