@@ -8,6 +8,8 @@ python scripts/benchmark.py attention          every attention engine against Fl
 python scripts/benchmark.py attention-memory   time and memory over the length, ours, FlexAttention, dense (GPU)
 python scripts/benchmark.py attention-figures  figures and Markdown tables from the results of the two
 python scripts/benchmark.py targets            forward of whole targets under our attention and transformers' (GPU)
+python scripts/benchmark.py train              draft steps and whole training steps, ours and SpecForge's (GPU)
+python scripts/benchmark.py train-figures      figure and Markdown tables from its results
 """
 
 import argparse
@@ -24,6 +26,8 @@ BENCHMARKS = {
     "attention-memory": "attention_memory",
     "attention-figures": "attention_figures",
     "targets": "targets",
+    "train": "train",
+    "train-figures": "train_figures",
 }
 
 

@@ -22,7 +22,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks"
 GIB = 2**30
-PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "liger-kernel", "cut-cross-entropy")
+PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "liger-kernel", "cut-cross-entropy", "specforge")
 ALLOWED = 2.0  # times the error of dense mathematics in the same dtype
 
 
