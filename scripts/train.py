@@ -2,8 +2,8 @@
 
 python scripts/train.py --config configs/demo.yaml
 torchrun --nproc_per_node 8 scripts/train.py --config configs/demo.yaml
-deepspeed --num_gpus 8 scripts/train.py --config configs/demo.yaml --deepspeed zero2.json
-accelerate launch --num_processes 8 scripts/train.py --config configs/demo.yaml --learning_rate 2e-4
+deepspeed --num_gpus 8 scripts/train.py --config configs/demo.yaml --deepspeed configs/deepspeed/zero2.json
+accelerate launch --config_file configs/accelerate/zero2.yaml scripts/train.py --config configs/demo.yaml
 """
 
 import sys

@@ -1,10 +1,12 @@
 """The whole path through the command line, on a tiny target: prepare, train, interrupt, resume, evaluate."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from draftsmith import Eagle3DraftModel
@@ -76,6 +78,20 @@ def test_interrupted_run_resumes_and_ends_with_the_same_weights(tmp_path, flags,
     assert len(losses) == 8 and losses[-1] < losses[0]
     head = Eagle3DraftModel.from_pretrained(whole, target=LlamaForCausalLM.from_pretrained(target_dir))
     assert head.config.draft_vocab_size == 100 and head.d2t is not None
+
+
+class Terminate(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_terminated_run_saves_its_checkpoint_alone_and_exits_as_terminated(tmp_path, flags, caplog):
+    with pytest.raises(SystemExit) as exit_:
+        train.main([*flags, "--output_dir", str(tmp_path / "head"), "--save_steps", "100"], callbacks=[Terminate()])
+    assert exit_.value.code == 128 + signal.SIGTERM
+    assert "SIGTERM ended training at step 3: go on with `--resume_from_checkpoint auto`" in caplog.text
+    assert [path.name for path in (tmp_path / "head").iterdir()] == ["checkpoint-3"]
 
 
 def test_evaluation_counts_and_reports(tmp_path, flags, target_dir, capsys):
@@ -157,6 +173,7 @@ def test_half_written_checkpoints_are_passed_over(tmp_path):
     for step, state in ((1, "{}"), (2, ""), (3, '{"epoch')):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+        save_file({"w": torch.ones(3)}, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     (tmp_path / "checkpoint-old").mkdir()
     (tmp_path / "checkpoint-old" / "trainer_state.json").write_text("{}")
     assert train.last_whole_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-1")

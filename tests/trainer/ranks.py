@@ -15,18 +15,24 @@ from .common import logged
 
 
 ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def run_two_ranks(script, output_dir, *, gpus=False, bf16=False, timeout=280):
     """Run `tests.trainer.<script>` under torchrun and return the results that it saved, on the CPU."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, "-m", f"tests.trainer.{script}", str(output_dir), *(["--bf16"] if bf16 else [])]
+    command = [*TORCHRUN, "-m", f"tests.trainer.{script}", str(output_dir), *(["--bf16"] if bf16 else [])]
+    launch(command, gpus=gpus, timeout=timeout)
+    return torch.load(Path(output_dir) / "result.pt", map_location="cpu")
+
+
+def launch(command, *, gpus=False, timeout=280) -> str:
+    """Run a launcher's command from the repository's root and return its output."""
     # Scripts take GPUs where they see some.
     device = {"NVIDIA_TF32_OVERRIDE": "0"} if gpus else {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **device}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-6000:]
-    return torch.load(Path(output_dir) / "result.pt", map_location="cpu")
+    return done.stdout
 
 
 def _zero(stage: int) -> dict:
@@ -40,13 +46,21 @@ def _zero(stage: int) -> dict:
         },
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",  # accelerate would clip at 1 without it
+        "gradient_clipping": "auto",  # DeepSpeed would clip at 1 without it
         "bf16": {"enabled": "auto"},
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
-MODES = {"ddp": None, "zero0": _zero(0), "zero3": _zero(3)}  # name -> `deepspeed` of the training arguments
+# name -> `deepspeed` of the training arguments
+MODES = {"ddp": None, **{f"zero{stage}": _zero(stage) for stage in range(4)}}
+
+
+def compile_nothing() -> None:
+    """Keep DeepSpeed from compiling its collectives for CPUs, which takes more than a minute."""
+    from deepspeed.ops import __compatible_ops__
+
+    __compatible_ops__["deepspeed_shm_comm"] = False
 
 
 @contextmanager
@@ -54,9 +68,7 @@ def launch_options(mode: str) -> Iterator[dict]:
     """The training arguments of one of several runs in a process."""
     use_cpu = not torch.cuda.is_available()
     if use_cpu:
-        from deepspeed.ops import __compatible_ops__
-
-        __compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, for more than a minute
+        compile_nothing()
     yield {
         "deepspeed": MODES[mode],
         "use_cpu": use_cpu,

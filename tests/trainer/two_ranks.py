@@ -1,36 +1,100 @@
-"""Run under torchrun by tests: train two steps on two rows as DDP, with ZeRO-0 and ZeRO-3, and evaluate three."""
+"""Run under torchrun by tests: train on two ranks as DDP and with ZeRO 0 to 3, evaluate, save and resume."""
 
+import copy
 import sys
+from functools import partial
+from pathlib import Path
 
-from .common import make_rows, make_trainer
+import torch
+
+from draftsmith import Eagle3DraftModel
+from draftsmith.models.eagle3 import modeling_eagle3
+
+from .common import make_rows, make_target, make_trainer
 from .ranks import MODES, launch_options, result_of, save_results
 
 
-# Supervised tokens of the two rows; in the second case one rank has none.
-CASES = {"uneven": [2, 61], "one rank without rows": [0, 61]}
+CASES = {  # supervised tokens of the rows of one optimizer step
+    "one rank without rows": [0, 320],
+    "accumulation of 2": [64, 320, 320, 64],
+    "accumulation of 4": [64, 0, 0, 320, 2, 1, 0, 30],
+}
+RECOMPUTED = "accumulation of 2"
+RESUMED_MODES = ("zero1", "zero2", "zero3")
 
 
-def make_case_trainer(output_dir, case: str, **options):
+def make_case_trainer(output_dir, case: str, *, ranks: int = 1, **options):
+    supervised = CASES[case]
     return make_trainer(
         output_dir,
-        make_rows([70, 70], supervised=CASES[case]),
+        make_rows([max(70, answer + 9) for answer in supervised], supervised=supervised),
         eval_rows=make_rows([6, 31, 14]),
+        per_device_train_batch_size=2 // ranks,
         per_device_eval_batch_size=1,
+        gradient_accumulation_steps=len(supervised) // 2,
         max_steps=2,
         **options,
     )
 
 
-def main(output_dir: str) -> None:
+def make_resumed_trainer(output_dir, *, ranks: int = 1, **options):
+    target = make_target()
+    ids = torch.arange(1, 80, 2)  # a draft vocabulary with a map
+    torch.manual_seed(1)
+    return make_trainer(
+        output_dir,
+        make_rows([30, 41, 12, 25, 50, 9], supervised=[20, 33, 5, 7, 0, 6]),
+        draft=Eagle3DraftModel.from_target(target, d2t=ids - torch.arange(len(ids))),
+        per_device_train_batch_size=2 // ranks,
+        max_steps=3,
+        save_strategy="steps",
+        save_steps=2,
+        optim="adamw_torch",
+        learning_rate=0.01,
+        adam_epsilon=1e-3,  # so that rounding does not decide signs, and clipping counts
+        max_grad_norm=0.3,
+        **options,
+    )
+
+
+def resumed_result(output_dir, **options) -> dict:
+    """Train three steps and save; train the third again from the checkpoint before it."""
+    whole = make_resumed_trainer(output_dir, ranks=2, **options)
+    whole.train()
+    whole.save_model()
+    resumed = make_resumed_trainer(output_dir, ranks=2, **options)
+    resumed.train(resume_from_checkpoint=str(output_dir / "checkpoint-2"))
+    results = {}
+    for name, trainer in (("whole", whole), ("resumed", resumed)):
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        results[name] = {"weights": weights, "log": trainer.state.log_history[-2]}
+    return results
+
+
+def bare(mode: str) -> dict:
+    """A config that leaves clipping out and asks for shards only."""
+    config = copy.deepcopy(MODES[mode])
+    del config["gradient_clipping"]
+    config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
+    return config
+
+
+def main(output_dir: Path) -> None:
+    modeling_eagle3.streaming_draft_loss = partial(modeling_eagle3.streaming_draft_loss, chunk_size=256)
     results = {}
     for mode in MODES:
         for case in CASES:
             with launch_options(mode) as options:
-                trainer = make_case_trainer(output_dir, case, per_device_train_batch_size=1, **options)
+                trainer = make_case_trainer(
+                    output_dir, case, ranks=2, gradient_checkpointing=case == RECOMPUTED, **options
+                )
                 trainer.train()
                 results[mode, case] = result_of(trainer)
+    for mode in RESUMED_MODES:
+        with launch_options(mode) as options:
+            results[mode, "resumed"] = resumed_result(output_dir / mode, **options | {"deepspeed": bare(mode)})
     save_results(results, output_dir)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(Path(sys.argv[1]))

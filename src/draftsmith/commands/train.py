@@ -1,19 +1,19 @@
 """`draftsmith train`: a draft head for a frozen target, from chat data to a directory that servers load."""
 
-import json
 import logging
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_callback import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..data import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
 from ..models.eagle3 import Eagle3DraftModel
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
+from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
 from .arguments import DraftArguments, TargetArguments
 from .parsing import UsageError, parse, usage_errors
 
@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> Eagle3Trainer:
-    """Train, save the head in the target's dtype to `output_dir`, and return the trainer."""
+    """Train, save the head in the target's dtype to `output_dir`, and return the trainer.
+
+    A run that a signal ends saves a checkpoint only and exits with status 128 plus the signal's number, as if that had
+    killed it: launchers and schedulers must not take it for a finished one. Other faults exit with status 1.
+    """
     target_args, draft_args, data_args, args = parse(
         (TargetArguments, DraftArguments, DataArguments, Eagle3TrainingArguments), argv
     )
@@ -43,8 +47,16 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             processing_class=tokenizer,
             callbacks=list(callbacks),
         )
-    trainer.train(resume_from_checkpoint=checkpoint)
-    trainer.save_model()
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.stopped_by is None:
+            trainer.save_model()
+    except TrainingFault as fault:
+        sys.exit(f"error: {fault}")
+    if trainer.stopped_by is not None:
+        step, name = trainer.state.global_step, trainer.stopped_by.name
+        logger.warning(f"{name} ended training at step {step}: go on with `--resume_from_checkpoint auto`.")
+        sys.exit(128 + trainer.stopped_by)
     trainer.save_state()
     if data.evaluation is not None:
         trainer.save_metrics("eval", trainer.evaluate())
@@ -70,29 +82,19 @@ def make_draft(
 
 def resume_point(args: Eagle3TrainingArguments) -> str | None:
     """The checkpoint to go on from. An output directory that already holds some is never trained over by accident."""
-    last = last_whole_checkpoint(args.output_dir)
+    with usage_errors():
+        refuse_unwritable(args.output_dir)
+    last = last_whole_checkpoint(args.output_dir, warn=logger.warning)
     if args.resume_from_checkpoint == "auto":
         if last is not None:
             logger.warning("Resuming from %s", last)
         return last
-    if args.resume_from_checkpoint is None and last is not None:
+    if args.resume_from_checkpoint is not None:
+        with usage_errors():
+            refuse_damaged(args.resume_from_checkpoint)
+    elif last is not None:
         raise UsageError(
             f"`output_dir` {args.output_dir} already holds checkpoints, the last whole one {Path(last).name}: pass "
             "--resume_from_checkpoint auto to go on, or another `output_dir`."
         )
     return args.resume_from_checkpoint
-
-
-def last_whole_checkpoint(output_dir: str | None) -> str | None:
-    """The newest checkpoint that was written to its end: `trainer_state.json` is its last file."""
-    states = Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*/trainer_state.json")
-    whole = [path.parent for path in states if _is_json(path)]
-    return str(max(whole, key=lambda path: int(path.name.split("-")[-1]))) if whole else None
-
-
-def _is_json(path: Path) -> bool:
-    try:
-        json.loads(path.read_text())
-    except ValueError:
-        return False
-    return True

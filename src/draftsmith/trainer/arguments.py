@@ -1,6 +1,7 @@
 """Training arguments: those of transformers, and how the head is unrolled and scored."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -17,7 +18,10 @@ class Eagle3TrainingArguments(TrainingArguments):
 
     Defaults that differ: `learning_rate` 1e-4, `warmup_steps` 0.03 (a share of all steps), `adam_beta2` 0.95,
     `logging_steps` 10, `remove_unused_columns` False, `logging_nan_inf_filter` False (it hides NaN and synchronises
-    every micro-batch).
+    every micro-batch), `ddp_find_unused_parameters` False.
+
+    Under DeepSpeed, a config without `gradient_clipping` clips at `max_grad_norm` too, and ZeRO-3 always gathers the
+    weights that are saved.
     """
 
     # The unroll
@@ -50,6 +54,15 @@ class Eagle3TrainingArguments(TrainingArguments):
         },
     )
 
+    # Faults
+    max_nan_steps: int = field(
+        default=10,
+        metadata={
+            "help": "Optimizer steps whose loss or gradients are not finite are skipped and counted in the log as "
+            "`nan_steps`; so many in a row end training with an error."
+        },
+    )
+
     # Defaults and texts that differ from transformers
     resume_from_checkpoint: str | None = field(
         default=None,
@@ -64,6 +77,9 @@ class Eagle3TrainingArguments(TrainingArguments):
     )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Hide NaN and infinite losses from the log."}
+    )
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Keep False: every parameter is used, also where nothing is supervised."}
     )
 
     def __post_init__(self):
@@ -84,6 +100,12 @@ class Eagle3TrainingArguments(TrainingArguments):
             )
         if self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps` is {self.ttt_steps}: the head needs at least one step.")
+        if self.max_nan_steps < 1:
+            raise ValueError(f"`max_nan_steps` is {self.max_nan_steps}: pass at least 1, which ends at the first.")
+        if self.enable_jit_checkpoint:
+            raise ValueError(
+                "`enable_jit_checkpoint` is not needed: SIGTERM always saves a checkpoint, of one step on all ranks."
+            )
         if not self.average_tokens_across_devices:
             raise ValueError(
                 "`average_tokens_across_devices=False` would weigh a rank with one supervised token like a rank with "
@@ -91,6 +113,15 @@ class Eagle3TrainingArguments(TrainingArguments):
             )
         # accelerate's dispatcher would slice the row sets of a batch as if they were rows.
         self.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
+        if self.deepspeed_plugin is not None:
+            _complete(self.deepspeed_plugin.deepspeed_config, self.max_grad_norm)
+
+
+def _complete(deepspeed_config: dict[str, Any], max_grad_norm: float) -> None:
+    """Make ZeRO clip like DDP and save whole heads, whatever the config leaves out."""
+    deepspeed_config.setdefault("gradient_clipping", max_grad_norm)  # left out, DeepSpeed clips at 1
+    # A head is small, and one in shards is loaded neither by servers nor by `from_pretrained`.
+    deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 def refuse_unsupported_launches(args: TrainingArguments) -> None:

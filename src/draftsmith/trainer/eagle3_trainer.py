@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from .. import alignment
@@ -16,13 +16,15 @@ from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftModel
 from ..target import FrozenTarget, TargetStates
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
+from .checkpoints import UNFINISHED, explained_write_errors
+from .faults import FaultTolerantTrainer
 from .metrics import MetricSums, draft_metrics
 
 
 logger = logging.getLogger(__name__)
 
 
-class Eagle3Trainer(Trainer):
+class Eagle3Trainer(FaultTolerantTrainer):
     """Trains an [`Eagle3DraftModel`] beside its frozen target.
 
     Args:
@@ -68,6 +70,7 @@ class Eagle3Trainer(Trainer):
         kwargs.setdefault("data_collator", DraftCollator(args.ttt_steps))
         self._train_sums, self._eval_sums = MetricSums(), MetricSums()
         self._kept_states: dict[tuple[bytes, ...], TargetStates] = {}
+        self._batch_sizes = (0, 0, 0)  # rows, tokens of each, supervised rows: for the message when memory is out
         super().__init__(
             model=model,
             args=args,
@@ -80,17 +83,22 @@ class Eagle3Trainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
         """The denominator N of an optimizer step: supervised rows (or documents) of all micro-batches and ranks."""
         count = self._count_documents if self.args.loss_normalization == "sequence" else _count_rows
-        items = torch.tensor(sum(count(batch) for batch in batch_samples), device=device)
-        return self.accelerator.gather(items).sum() if self.args.world_size > 1 else items
+        items = sum(count(batch) for batch in batch_samples)
+        items_and_signal = torch.tensor([items, self._stop.received]).to(device, non_blocking=True)
+        if self.args.world_size > 1:
+            items_and_signal = self.accelerator.gather(items_and_signal).view(-1, 2)
+            self._stop.share(items_and_signal[:, 1])
+        return items_and_signal.view(-1, 2)[:, 0].sum()
 
     @staticmethod
     def _count_documents(batch: dict[str, Any]) -> int:
         documents = alignment.unique_document_ids(batch["document_ids"], batch["input_ids"]).flatten()
-        return int(alignment.sequence_weights(batch["row_sets"][0], documents)[1])
+        return int(alignment.sequence_weights(batch["row_sets"][0].to(documents.device), documents)[1])
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self._batch_sizes = (*inputs["input_ids"].shape, len(inputs["row_sets"][0]))
         states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
-        teacher_rows = inputs["row_sets"][0] + 1
+        teacher_rows = inputs["row_sets"][0].to(states.last_hidden_state.device, non_blocking=True) + 1
         draft_inputs = {
             "input_ids": inputs["input_ids"],
             "aux_hidden_states": states.aux_hidden_states,
@@ -109,13 +117,14 @@ class Eagle3Trainer(Trainer):
         loss, outputs = super().compute_loss(
             model, draft_inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
+        loss = loss * (1 + 0 * loss.detach())  # a loss that is not finite takes every gradient with it, on every rank
         sums = self._train_sums if model.training else self._eval_sums
         scalars = {"num_tokens": (inputs["document_ids"] >= 0).sum()}
         if num_items_in_batch is not None:
             scalars["unsupervised_batches"] = num_items_in_batch == 0
         if self.args.loss_normalization == "sequence":
             scalars["num_documents"] = torch.tensor(self._count_documents(inputs), device=loss.device)
-        sums.add(outputs.raw_sums, **scalars)
+        sums.add(outputs.raw_sums, keep=loss.isfinite() if model.training else None, **scalars)
         return (loss, outputs) if return_outputs else loss
 
     def _target_states(self, inputs: dict[str, Any], *, keep: bool) -> TargetStates:
@@ -136,6 +145,9 @@ class Eagle3Trainer(Trainer):
                 logger.warning(
                     f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step."
                 )
+            if skipped := self._non_finite.pop_count():
+                logs["nan_steps"] = skipped
+                logger.warning(f"{skipped} steps since the last log had a loss or gradients that are not finite.")
         super().log(logs, start_time)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -168,7 +180,17 @@ class Eagle3Trainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the head: fp32 masters in checkpoints, the target's dtype where it is to be served."""
         self._saves_checkpoint = _internal_call
-        super().save_model(output_dir, _internal_call)
+        with explained_write_errors(Path(output_dir or self.args.output_dir or ".")):
+            super().save_model(output_dir, _internal_call)
+
+    def memory_advice(self) -> str:
+        rows, tokens, supervised = self._batch_sizes
+        return (
+            f"The last batch had {rows} x {tokens} tokens, {supervised} of them supervised, and `ttt_steps` is "
+            f"{self.args.ttt_steps}. What lowers memory, cheapest first: `gradient_checkpointing=True`, a lower "
+            "`per_device_train_batch_size` with more `gradient_accumulation_steps`, a shorter `max_length` or "
+            "`row_length` of the data, a smaller `draft_vocab_size`, DeepSpeed ZeRO with offload (`deepspeed=`)."
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self._saves_checkpoint:
@@ -179,7 +201,7 @@ class Eagle3Trainer(Trainer):
             served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
             directory = Path(output_dir or self.args.output_dir or ".")
             directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory, prefix=".unfinished-") as unfinished:
+            with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as unfinished:
                 head.save_pretrained(unfinished, state_dict=served)
                 for path in Path(unfinished).iterdir():
                     path.replace(directory / path.name)

@@ -14,8 +14,12 @@ class MetricSums:
     def __init__(self):
         self._sums: dict[str, torch.Tensor] = {}  # each [K], or a scalar
 
-    def add(self, raw_sums: DraftLossSums, **scalars: torch.Tensor) -> None:
-        values = {item.name: getattr(raw_sums, item.name) for item in fields(raw_sums)} | scalars
+    def add(self, raw_sums: DraftLossSums, *, keep: torch.Tensor | None = None, **scalars: torch.Tensor) -> None:
+        """Add a batch's sums; where `keep`, a bool on the device, is false, its `scalars` only."""
+        values = {item.name: getattr(raw_sums, item.name) for item in fields(raw_sums)}
+        if keep is not None:
+            values = {name: value if value is None else value.where(keep, 0) for name, value in values.items()}
+        values |= scalars
         for name, value in values.items():
             if value is not None:
                 value = value.detach().double() if value.device.type != "mps" else value.detach().float()
