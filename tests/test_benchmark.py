@@ -17,7 +17,7 @@ from benchmarks.attention_check import Reference, visible_keys
 from benchmarks.attention_contenders import Flex, Ours
 from benchmarks.targets import ATTENTION_NAME, TARGETS
 
-from benchmarks import attention, attention_contenders, attention_memory
+from benchmarks import attention, attention_contenders, attention_memory, common
 
 
 CPU = torch.device("cpu")
@@ -137,3 +137,15 @@ def test_what_fails_is_recorded_and_the_rest_goes_on(tmp_path, monkeypatch):
     assert [(row["status"], row.get("reason")) for row in rows] == [("failed", "out of memory"), ("ok", None)]
     benchmark.main([*command, "--time-limit", "0"])
     assert {row["reason"] for row in json.loads(path.read_text())["rows"]} == {"out of time"}
+
+
+@pytest.mark.parametrize("name", sorted(benchmark.BENCHMARKS.keys() - {"loss-memory"}))
+def test_every_benchmark_explains_itself(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        benchmark.main([name, "--help"])
+    assert end.value.code == 0 and "--output" in capsys.readouterr().out
+
+
+def test_a_dry_run_leaves_the_kept_results_alone():
+    path = common.OUTPUT / "attention.json"
+    assert common.Results(path, torch.device("cpu")).path != path

@@ -10,6 +10,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -117,6 +118,8 @@ class Results:
     """A JSON file that is rewritten whole after every row: an interrupted run keeps what it has measured."""
 
     def __init__(self, path: Path, device: torch.device, **settings: Any):
+        if device.type == "cpu" and path.parent == OUTPUT:  # a dry run: the kept results are a GPU's
+            path = Path(tempfile.gettempdir()) / f"dry_run_{path.name}"
         self.path, self.rows = path, []
         self.content = {"machine": describe_machine(device), "settings": settings, "rows": self.rows}
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = make_parser("train", __doc__, OUTPUT / "train.json")
     names = [case.name for case in CASES]
-    parser.add_argument("--cases", nargs="+", choices=names, metavar="NAME", help="; ".join(names))
+    parser.add_argument("--cases", nargs="+", choices=names, metavar="NAME", help="; ".join(names).replace("%", "%%"))
     parser.add_argument("--contenders", nargs="+", metavar="NAME", help='such as ours or "specforge compact"')
     parser.add_argument("--quick", action="store_true", help="the main cases, SpecForge at its best only")
     parser.add_argument("--profile", action="store_true", help="kernels of one step instead of times: no results")

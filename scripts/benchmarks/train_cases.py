@@ -79,7 +79,8 @@ class Case:
 
     def tiny(self) -> "Case":
         sizes = TINY | ({"num_local_experts": 4} if self.shape == "gpt-oss" else {})
-        return self._resized(sizes, TINY_LENGTH, self.draft_vocabulary and 128)
+        case = self._resized(sizes, TINY_LENGTH, self.draft_vocabulary and 128)
+        return replace(case, share=max(25, case.share))  # a tenth of so few tokens supervises no row
 
     def _resized(self, sizes: dict[str, int], length: int, draft_vocabulary: int | None) -> "Case":
         changes: dict[str, Any] = {"length": length, "period": length // 4, "documents": min(4, self.documents)}

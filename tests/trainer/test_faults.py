@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from draftsmith import Eagle3TrainingArguments
 from draftsmith.commands import main, train
 from draftsmith.commands.parsing import UsageError
 from draftsmith.trainer.callbacks import NonFiniteSteps
-from draftsmith.trainer.checkpoints import TrainingFault, damage_of, last_whole_checkpoint
+from draftsmith.trainer.checkpoints import TrainingFault, damage_of, last_whole_checkpoint, rotate_checkpoints
 
 from .common import logged, make_rows, make_trainer, weights_of
 from .ranks import ROOT, run_two_ranks
@@ -242,6 +242,15 @@ def test_a_run_that_goes_back_replaces_later_checkpoints(copied, whole):
 
 
 # Disks and damaged files
+
+
+def test_a_damaged_checkpoint_is_rotated_out_before_a_whole_one(copied):
+    (damaged,) = copied.glob("checkpoint-5")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    rotate_checkpoints(copied, 4, TrainerState())
+    names = sorted(path.name for path in copied.iterdir())
+    assert "checkpoint-5" not in names and "checkpoint-4" in names and len(names) == 4
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])

@@ -39,11 +39,12 @@ def finish_checkpoint(written: Path, final: Path) -> None:
 
 
 def rotate_checkpoints(run_dir: Path, limit: int | None, state: TrainerState) -> None:
-    """Delete the oldest beyond `limit`, never the newest and the best.
+    """Delete damaged ones, then the oldest, beyond `limit`; never the newest and the best.
 
     transformers' function of this name deletes in place: killed midway it leaves a checkpoint that lacks files.
     """
     checkpoints = sort_checkpoints(str(run_dir), use_mtime=True)  # not by step: a restart may have gone back
+    checkpoints.sort(key=lambda path: damage_of(Path(path)) is None)  # stable: of no use goes before old
     kept = {checkpoints[-1], state.best_model_checkpoint or checkpoints[-1]}
     surplus = len(checkpoints) - max(limit, len(kept)) if limit else 0
     for path in [path for path in checkpoints if path not in kept][: max(surplus, 0)]:
@@ -82,6 +83,8 @@ def refuse_damaged(checkpoint: str | os.PathLike) -> None:
 
 def damage_of(checkpoint: Path) -> str | None:
     """Why a checkpoint cannot be resumed from, naming the file; None if it is whole. Reads no tensors."""
+    if not checkpoint.is_dir():
+        return "there is no such directory"
     if not (checkpoint / STATE).is_file():
         return f"{checkpoint / STATE} is missing: the checkpoint was not written to its end"
     weights = [path for pattern in ("*.safetensors", "*.bin", "global_step*") for path in checkpoint.glob(pattern)]
