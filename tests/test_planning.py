@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from draftsmith import planning
+from draftsmith.models.eagle3 import modeling_eagle3
 
 
 TARGET = planning.TargetShape(
@@ -61,3 +62,7 @@ def test_levers_are_tried_once_each_and_never_need_more():
         peaks = [planning.plan(TARGET, HEAD, option).peak for _, option in options]
         assert peaks == sorted(peaks, reverse=True)
         assert len({name for name, _ in options}) == len(options)
+
+
+def test_the_rows_that_are_recomputed_together_are_the_model_s():
+    assert planning.RECOMPUTED_ROWS == modeling_eagle3.RECOMPUTED_ROWS

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .common import OUTPUT, introduce, markdown_table, measured, not_run
+from .common import OUTPUT, introduce, markdown_table, measured, not_run, style_length_axes
 
 
 Row = dict[str, Any]
@@ -168,13 +168,8 @@ def _draw_lines(rows: list[Row], figure: str, label: str, path: Path) -> None:
             if chosen := sorted({row["chosen"] for row in rows if row["engine"] == engine and "chosen" in row}):
                 name += f" ({', '.join(chosen)})"
             axes.plot(*zip(*points, strict=True), "o-", label=name, color=colour)
-    ticks = sorted({row["length"] for row in rows})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
-    axes.set_xlabel("rows, batch 1, 32 query and 8 key heads of 128, 6 diagonals")
-    axes.set_title(label, fontsize=10, loc="left")
-    axes.grid(alpha=0.3)
+    xlabel = "rows, batch 1, 32 query and 8 key heads of 128, 6 diagonals"
+    style_length_axes(axes, (row["length"] for row in rows), xlabel, label)
     if axes.lines:
         axes.legend(frameon=False)
     canvas.tight_layout()

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ OUTPUT = ROOT / "benchmarks"
 GIB = 2**30
 PACKAGES = ("torch", "triton", "transformers", "flash-attn-4", "liger-kernel", "cut-cross-entropy", "specforge")
 ALLOWED = 2.0  # times the error of dense mathematics in the same dtype
+
+
+@dataclass(frozen=True)
+class Settings:
+    device: torch.device
+    dtype: torch.dtype
+    seconds: float  # of repeats per figure
+    deadline: float  # on `time.monotonic`; what is not begun by then is skipped
 
 
 class Refused(ValueError):
@@ -172,6 +181,17 @@ def line(columns: Sequence[str], widths: Sequence[int], left: int) -> str:
     """One line of a printed table, its first `left` columns aligned to the left."""
     cells = zip(columns, widths, strict=False)
     return "".join(f"{text:<{width}}" if i < left else f"{text:>{width}}" for i, (text, width) in enumerate(cells))
+
+
+def style_length_axes(axes: Any, lengths: Iterable[int], xlabel: str, title: str) -> None:
+    """Logarithmic axes over lengths in tokens, for a figure of matplotlib."""
+    ticks = sorted(set(lengths))
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.grid(alpha=0.3)
 
 
 def markdown_table(heading: str, columns: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from .common import (
     OUTPUT,
     Results,
+    Settings,
     attempt,
     extra_gib,
     line,
@@ -37,14 +38,6 @@ HEADER = ("case", "contender", "chunk", "ms", "TFLOP/s", "extra GiB", "over GEMM
 MOST_REPEATS = 8
 ROUNDS = 3
 DRY_FACTOR = 1024
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: torch.device
-    dtype: torch.dtype
-    seconds: float  # of repeats per figure
-    deadline: float  # on `time.monotonic`; what is not begun by then is skipped
 
 
 GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "seconds": 0.1}

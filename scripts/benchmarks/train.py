@@ -16,14 +16,25 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
 
-from .common import OUTPUT, Refused, Results, attempt, line, make_parser, median_ms, release_memory, show_choices
+from .common import (
+    OUTPUT,
+    Refused,
+    Results,
+    Settings,
+    attempt,
+    line,
+    make_parser,
+    median_ms,
+    release_memory,
+    show_choices,
+)
 from .loss_contenders import peer
 from .train_cases import CASES, QUICK_CASES, QUICK_CONTENDERS, Case, make_inputs
 from .train_check import PeerReference, Reference
@@ -38,14 +49,6 @@ ROUNDS, MOST_REPEATS = 3, 5
 SLOW_MS = 1_000  # slower: one round less
 LONG_MS = 8_000  # slower: the second step's time stands, without rounds
 LONGEST_MS = 40_000  # slower: the first one's, with what is compiled in it
-
-
-@dataclass(frozen=True)
-class Settings:
-    device: torch.device
-    dtype: torch.dtype
-    seconds: float  # of repeats per figure
-    deadline: float  # on `time.monotonic`; what is not begun by then is skipped
 
 
 GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "seconds": 0.5}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .common import OUTPUT, introduce, markdown_table, measured, not_run
+from .common import OUTPUT, introduce, markdown_table, measured, not_run, style_length_axes
 from .train_whole import PARTS
 
 
@@ -136,13 +136,7 @@ def draw(device: str, rows: Rows, path: Path) -> None:
             points = sorted((row["length"], row[figure]) for row in own)
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", label=name, color=colour)
-        ticks = sorted({row["length"] for row in shown})
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
-        axes.set_xlabel("tokens, one document, all supervised")
-        axes.set_title(label, fontsize=10, loc="left")
-        axes.grid(alpha=0.3)
+        style_length_axes(axes, (row["length"] for row in shown), "tokens, one document, all supervised", label)
     if all_axes[0].lines:
         all_axes[0].legend(frameon=False, fontsize=8)
     canvas.suptitle(f"draft step, Llama-3.1-8B, K = 7, draft vocabulary 32000, {device}", fontsize=10)

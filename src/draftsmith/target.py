@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations import deepspeed as hf_deepspeed
@@ -55,6 +56,12 @@ def deepspeed_init_suspended() -> Iterator[None]:
         hf_deepspeed._hf_deepspeed_config_weak_ref = active
 
 
+def auto_class_of(config: PreTrainedConfig) -> Any:
+    """The transformers auto class that makes a target of this config."""
+    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+
+
 def load_target(
     name_or_path: str,
     *,
@@ -74,8 +81,7 @@ def load_target(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
     options = {key: value for key, value in options.items() if value is not None}
     config = AutoConfig.from_pretrained(name_or_path, **options)
-    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto_class: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    auto_class = auto_class_of(config)
     options |= {"dtype": dtype, "device_map": device_map}
     if gguf_file is not None:
         # Left packed, the blocks are unpacked again by every forward wherever transformers finds no kernel for them.

@@ -75,3 +75,13 @@ def assert_equal_weights(ours, truth, tolerance=2e-5):
 
 def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+SAVING = {  # a run with a checkpoint after every step
+    "per_device_train_batch_size": 2,
+    "optim": "adamw_torch",
+    "learning_rate": 0.01,
+    "lr_scheduler_type": "linear",
+    "save_strategy": "steps",
+    "save_steps": 1,
+}

@@ -17,19 +17,10 @@ from transformers.utils import logging
 
 from draftsmith.trainer.checkpoints import last_whole_checkpoint
 
-from .common import make_rows, make_trainer, weights_of
+from .common import SAVING, make_rows, make_trainer, weights_of
 
 
-OPTIONS = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 2,
-    "optim": "adamw_torch",
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "linear",
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "save_total_limit": 2,
-}
+OPTIONS = {"max_steps": 4, "save_total_limit": 2, **SAVING}
 
 
 def train(directory: Path) -> None:

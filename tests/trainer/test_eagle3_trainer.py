@@ -11,7 +11,7 @@ from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from draftsmith.data import DraftCollator
 from draftsmith.trainer.metrics import draft_metrics
 
-from .common import assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
+from .common import SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
 
 
 LENGTHS = [5, 40, 9, 17, 30, 3, 22, 12]
@@ -156,15 +156,7 @@ class StopAfter(TrainerCallback):
 
 @pytest.mark.parametrize("stop", [2, 5])  # in the first epoch of four steps, and in the second
 def test_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path, stop):
-    options = {
-        "max_steps": 7,
-        "per_device_train_batch_size": 2,
-        "optim": "adamw_torch",
-        "learning_rate": 0.01,
-        "lr_scheduler_type": "linear",
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
+    options = {"max_steps": 7, **SAVING}
     rows = make_rows(LENGTHS)
     whole = make_trainer(tmp_path / "whole", rows, **options)
     whole.train()

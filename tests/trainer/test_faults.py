@@ -20,20 +20,13 @@ from draftsmith.commands.parsing import UsageError
 from draftsmith.trainer.callbacks import NonFiniteSteps
 from draftsmith.trainer.checkpoints import TrainingFault, damage_of, last_whole_checkpoint, rotate_checkpoints
 
+from . import common
 from .common import logged, make_rows, make_trainer, weights_of
 from .ranks import ROOT, run_two_ranks
 
 
 LENGTHS = [5, 40, 9, 17, 30, 3, 22, 12]
-SAVING = {
-    "max_steps": 5,
-    "per_device_train_batch_size": 2,
-    "optim": "adamw_torch",
-    "learning_rate": 0.01,
-    "lr_scheduler_type": "linear",
-    "save_strategy": "steps",
-    "save_steps": 1,
-}
+SAVING = {"max_steps": 5, **common.SAVING}
 
 
 def assert_same_weights(trainer, truth):

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers import AutoConfig, PreTrainedConfig
 
 from .. import planning
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..ops.streaming_loss.chunking import choose_chunk_size
+from ..target import auto_class_of
 from .arguments import DraftArguments, TargetArguments
 from .parsing import parse, usage_errors
 from .prepare import write_json
@@ -90,10 +90,9 @@ def shapes(
     options = {name: value for name, value in draft_args.options().items() if name != "init_from_layer"}
     draft_config = Eagle3DraftConfig.from_target(config, draft_vocab_size=draft_vocab_size, **options)
     text = config.get_text_config()
-    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    auto_class: Any = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     with torch.device("meta"):
-        target, head = auto_class.from_config(config, attn_implementation="eager"), Eagle3DraftModel(draft_config)
+        target = auto_class_of(config).from_config(config, attn_implementation="eager")
+        head = Eagle3DraftModel(draft_config)
     trained = sum(weight.numel() for weight in head.parameters() if weight.requires_grad)
     return (
         planning.TargetShape(

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..precision import accumulation_dtype
 
 
-MASKED_LOGIT = -1e30  # e to it is 0
+MASKED_LOGIT = -1e30  # of a teacher: e to it is 0, and sums of it stay finite
 BLOCK_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 26}  # a CPU block stays in its caches, a CUDA block fills the device
 
 

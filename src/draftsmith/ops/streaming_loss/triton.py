@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import rows as rows_in_torch
 from .rows import DraftVocabulary, RowLosses
 
 
@@ -19,7 +20,7 @@ STAGES = 3  # tiles on their way
 GROUP = tl.constexpr(8)  # neighbouring logits in one thread: 16 bytes of bf16
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234e38)
-MASKED_LOGIT = tl.constexpr(-1e30)  # of a teacher: e to it is 0, and sums of it stay finite
+MASKED_LOGIT = tl.constexpr(rows_in_torch.MASKED_LOGIT)
 OBJECTIVE_CODES = {"kl": 0, "tv": 1, "lk_alpha": 2, "lk_lambda": 3}
 
 
