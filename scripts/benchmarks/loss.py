@@ -4,7 +4,7 @@ Forward and backward with a trained head. Ours is timed only after loss and grad
 the dense loss of the same dtype; peers only if they compute the same loss, their error is reported. TFLOP/s count the
 matrix products that the mathematics needs, once each. Extra memory is the peak over inputs, outputs and gradients: an
 fp32 sum of the head's gradient is part of it. Ours also counts hits and, with a teacher, alpha. Contenders take turns,
-three each.
+there and back.
 """
 
 import gc
@@ -36,7 +36,7 @@ from .loss_contenders import GEMMS, PEERS, Contender, Gemms, Ours, ours
 
 HEADER = ("case", "contender", "chunk", "ms", "TFLOP/s", "extra GiB", "over GEMMs", "error", "1 - cos dW")
 MOST_REPEATS = 8
-ROUNDS = 3
+ROUNDS = 7
 DRY_FACTOR = 1024
 
 
@@ -122,9 +122,9 @@ def measure(
 
 
 def measure_again(timed: list[tuple[Contender, dict[str, Any]]], settings: Settings) -> None:
-    """In turns: a GPU near its power limit slows down within seconds, which would favour whoever comes first."""
-    for _ in range(ROUNDS - 1):
-        for contender, row in timed:
+    """In turns, there and back: a GPU near its power limit is slowed by what ran just before."""
+    for turn in range(ROUNDS - 1):
+        for contender, row in timed[:: 1 if turn % 2 else -1]:
             if row["status"] == "ok" and time.monotonic() < settings.deadline:
                 row["rounds_ms"].append(median_ms(contender.run, settings.device, settings.seconds, MOST_REPEATS))
 

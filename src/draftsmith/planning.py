@@ -106,21 +106,22 @@ def _trained_state(head: HeadShape, setup: Setup) -> dict[str, float]:
 def _kept_per_row(head: HeadShape, *, recompute: bool) -> int:
     """Elements that a step keeps of each of its rows until its backward."""
     hidden, attended, keys = head.hidden_size, head.num_heads * head.head_dim, 2 * head.num_kv_heads * head.head_dim
-    # The selected input, the keys and values, attention's result, the MLP's input, the layer's output and its norm.
-    kept = 4 * hidden + keys + attended
+    # The selected input, the keys and values, attention's result, the layer's output and its norm.
+    kept = 3 * hidden + keys + attended
     if recompute:
         return kept
-    # The embedding, both norms side by side, the query, the MLP's norm, gate and up.
+    # Both norms side by side, the query, the MLP's input and its norm, gate and up.
     return kept + 4 * hidden + attended + 2 * head.intermediate_size
 
 
 def _unroll_bytes(head: HeadShape, setup: Setup) -> float:
     keys = 2 * head.num_kv_heads * head.head_dim
     per_row = _kept_per_row(head, recompute=setup.recompute) * setup.ttt_steps
-    steps = range(setup.ttt_steps)
-    per_row += keys * sum(max(0, step - 1) for step in steps)  # earlier steps' keys, selected for each later step
-    # Of step 0 also the rows that do not query: fused state, keys and, unless recomputed, embedding and norms.
-    idle = head.hidden_size + keys + (0 if setup.recompute else 3 * head.hidden_size)
+    # Of step 0 also the rows that do not query: fused state, keys and, unless recomputed, norms.
+    idle = head.hidden_size + keys
+    if not setup.recompute:
+        per_row += keys * sum(max(0, step - 1) for step in range(setup.ttt_steps))  # earlier ones, for each later step
+        idle += 2 * head.hidden_size
     return 2 * (setup.rows * per_row + (setup.tokens - setup.rows) * idle)
 
 

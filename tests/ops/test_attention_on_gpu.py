@@ -26,7 +26,7 @@ ALIGNED = ("contiguous", "transposed", "expanded", "strided")
 # fmt: off
 ONLY = {  # of `OPTIONS`, where an engine serves fewer
     "triton": {"dtype": (torch.bfloat16, torch.float16, torch.bfloat16, torch.float32)},
-    "fa4": {"dtype": (torch.bfloat16, torch.float16), "head_dim": (128, 64, 96, 256), "queries": ("all",),
+    "fa4": {"dtype": (torch.bfloat16, torch.float16), "head_dim": (128, 64, 96, 256),
             "window": (None, None, 64, 1, 1000)},
     "cudnn": {"dtype": (torch.bfloat16, torch.float16), "head_dim": (128, 64), "queries": ("all",),
               "documents": ("none",), "window": (None, 10_000)},

@@ -38,6 +38,13 @@ def test_the_first_that_does_not_refuse_serves(reasons, chosen, refusing):
     assert engines.choose(None, ON_CUDA, LAYOUT, None) == chosen
 
 
+@pytest.mark.parametrize(("queries", "chosen"), [(4096, "fa4"), (3500, "fa4"), (3000, "triton")])
+def test_few_queries_are_left_to_triton(queries, chosen, refusing):
+    refusing(cudnn="not installed")
+    query = SimpleNamespace(**vars(ON_CUDA) | {"shape": torch.Size([1, 8, queries, 128])})
+    assert engines.choose(None, query, LAYOUT, None) == chosen
+
+
 def test_cudnn_serves_shapes_that_keep_coming(refusing):
     refusing(fa4="not installed")
     names = [engines.choose(None, ON_CUDA, LAYOUT, None) for _ in range(cudnn.CALLS_BEFORE_PLAN + 2)]

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -85,6 +86,11 @@ def test_the_draft_loss_never_waits_for_the_device(objective):
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    copies = [event.key for event in recorded.key_averages() if "Memcpy HtoD" in event.key]
+    assert copies and not any("Pageable" in copy for copy in copies)  # above 64 KiB such copies wait, and do not tell
 
 
 @pytest.mark.parametrize("objective", ["kl", "tv"])

@@ -6,8 +6,9 @@ from draftsmith.ops import select_rows
 
 @pytest.mark.parametrize("rows", [[], [4], [0, 3, 4], [4, 0, 2, 1, 3]])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_equals_indexing(rows, dim):
-    states = torch.randn(5, 5, 3, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize(("width", "dtype"), [(3, torch.float64), (3, torch.bfloat16), (8, torch.bfloat16)])
+def test_equals_indexing(rows, dim, width, dtype):
+    states = torch.randn(5, 5, width, dtype=dtype, requires_grad=True)
     rows = torch.tensor(rows, dtype=torch.long)
     indexed = states[rows] if dim == 0 else states[:, rows]
     weights = torch.randn_like(indexed)

@@ -27,4 +27,19 @@ class _SelectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        return grad.new_zeros(ctx.shape).index_copy_(ctx.dim, rows, grad), None, None
+        return put_rows(grad.new_zeros(ctx.shape), ctx.dim, rows, grad), None, None
+
+
+def put_rows(states: Tensor, dim: int, rows: Tensor, values: Tensor) -> Tensor:
+    """`states.index_copy_(dim, rows, values)`, in words of eight bytes where memory allows: it moves one at a time."""
+    values = values.contiguous()
+    if dim != states.dim() - 1 and _has_words(states) and _has_words(values):
+        states.view(torch.int64).index_copy_(dim, rows, values.view(torch.int64))
+    else:
+        states.index_copy_(dim, rows, values)
+    return states
+
+
+def _has_words(tensor: Tensor) -> bool:
+    is_whole = tensor.shape[-1] * tensor.element_size() % 8 == 0 and tensor.data_ptr() % 8 == 0
+    return is_whole and tensor.is_contiguous() and not tensor.is_complex()

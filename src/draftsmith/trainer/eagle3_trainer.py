@@ -14,6 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from .. import alignment
 from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftModel
+from ..ops.transfer import to_device
 from ..target import FrozenTarget, TargetStates
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .checkpoints import UNFINISHED, explained_write_errors
@@ -84,7 +85,7 @@ class Eagle3Trainer(FaultTolerantTrainer):
         """The denominator N of an optimizer step: supervised rows (or documents) of all micro-batches and ranks."""
         count = self._count_documents if self.args.loss_normalization == "sequence" else _count_rows
         items = sum(count(batch) for batch in batch_samples)
-        items_and_signal = torch.tensor([items, self._stop.received]).to(device, non_blocking=True)
+        items_and_signal = to_device(torch.tensor([items, self._stop.received]), device)
         if self.args.world_size > 1:
             items_and_signal = self.accelerator.gather(items_and_signal).view(-1, 2)
             self._stop.share(items_and_signal[:, 1])
@@ -98,7 +99,7 @@ class Eagle3Trainer(FaultTolerantTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._batch_sizes = (*inputs["input_ids"].shape, len(inputs["row_sets"][0]))
         states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
-        teacher_rows = inputs["row_sets"][0].to(states.last_hidden_state.device, non_blocking=True) + 1
+        teacher_rows = to_device(inputs["row_sets"][0], states.last_hidden_state.device) + 1
         draft_inputs = {
             "input_ids": inputs["input_ids"],
             "aux_hidden_states": states.aux_hidden_states,

@@ -4,6 +4,7 @@ Shapes: B batch, S rows, Q querying rows, H draft width, Hq / Hkv query / key he
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -45,9 +46,7 @@ class Eagle3MLP(LlamaMLP):
             return super().forward(hidden_states)
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         product = swiglu(gate, up)
-        if self.gradient_checkpointing:
-            return self.down_proj(product)
-        with made_again(product, lambda: swiglu(gate, up)):
+        with made_again(product, lambda: swiglu(gate, up), enabled=not self.gradient_checkpointing):
             return self.down_proj(product)
 
 
@@ -92,11 +91,11 @@ def served_rope_frequencies(config: Any) -> tuple[torch.Tensor, float]:
 
 @fused
 def rotated(
-    states: torch.Tensor,  # [B, heads, S, d]
+    states: torch.Tensor,  # [B, S, heads, d], as a projection leaves them
     cos: torch.Tensor,  # [B, S, d]
     sin: torch.Tensor,
 ) -> torch.Tensor:
-    return states * cos[:, None] + rotate_half(states) * sin[:, None]
+    return states * cos[:, :, None] + rotate_half(states) * sin[:, :, None]
 
 
 class Eagle3Attention(nn.Module):
@@ -125,10 +124,10 @@ class Eagle3Attention(nn.Module):
         visibility: dict[str, Any],
         kept_result: KeptResult | None,
     ) -> tuple[torch.Tensor, StepKeys]:
-        """Attended rows `[B, Q, H]` and this step's keys and values."""
+        """Attended rows `[B, Q, Hq * d]`, before the output projection, and this step's keys and values."""
         query_states = hidden_states if query_rows is None else select_rows(hidden_states, query_rows, dim=1)
         query, key, value = (
-            projection(states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            projection(states).unflatten(-1, (-1, self.head_dim))  # [B, S, heads, d]
             for projection, states in (
                 (self.q_proj, query_states),
                 (self.k_proj, hidden_states),
@@ -140,13 +139,14 @@ class Eagle3Attention(nn.Module):
         if query_rows is not None:
             cos, sin = cos[:, query_rows], sin[:, query_rows]
         query = rotated(query, cos, sin)
+        query, key, value = (states.transpose(1, 2) for states in (query, key, value))
         own_keys: StepKeys = (key, value)
         if cache is not None:
             own_keys = cache.update(key, value, 0)
         elif not earlier_keys and self.config._attn_implementation == "block_sparse_flash":
             own_keys = share_keys(key, value)  # every later step adds to their gradients
         attended = self._attend(query, [*earlier_keys, own_keys], visibility, kept_result)  # [B, Q, Hq, d]
-        return self.o_proj(attended.flatten(2)), own_keys
+        return attended.flatten(2), own_keys
 
     def _attend(self, query, step_keys, visibility, kept_result) -> torch.Tensor:
         (key, value, *key_sums), *diagonals = step_keys
@@ -177,15 +177,16 @@ class Eagle3DecoderLayer(nn.Module):
         self.post_attention_layernorm = Eagle3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Eagle3Attention(config)
         self.mlp = Eagle3MLP(config)
+        self.gradient_checkpointing = False  # transformers sets it
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-        """Output of the querying rows `[B, Q, H]`, then the `StepKeys` of all rows; arguments as of `attend`."""
-        hidden_states, *own_keys = self.attend(*args, **kwargs)
-        return self.feed_forward(hidden_states), *own_keys
+    def forward(self, embed: Callable[[], torch.Tensor], hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
+        """Output `[B, S, H]` and `StepKeys` of all rows; arguments as of `attend`."""
+        attended, *own_keys = self.attend(embed, hidden_states, *args, **kwargs)
+        return self.finish(hidden_states, attended), *own_keys
 
     def attend(
         self,
-        inputs_embeds: torch.Tensor,  # [B, S, H]
+        embed: Callable[[], torch.Tensor],  # makes [B, S, H], now and again in backward: cheaper than keeping them
         hidden_states: torch.Tensor,  # [B, S, H]
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         query_rows: torch.Tensor | None = None,
@@ -194,18 +195,20 @@ class Eagle3DecoderLayer(nn.Module):
         visibility: dict[str, Any] | None = None,
         kept_result: KeptResult | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """The layer's first half, its residual included."""
-        normed = self.hidden_norm(hidden_states)
-        residual = normed if self.norm_before_residual else hidden_states
-        residual = residual if query_rows is None else select_rows(residual, query_rows, dim=1)
-        attention_input = torch.cat([self.input_layernorm(inputs_embeds), normed], dim=-1)
+        """The layer up to attention: attended rows `[B, Q, Hq * d]`, and the `StepKeys` of all rows."""
+        inputs_embeds = embed()
+        with made_again(inputs_embeds, embed, enabled=not self.gradient_checkpointing):
+            normed_embeds = self.input_layernorm(inputs_embeds)
+        attention_input = torch.cat([normed_embeds, self.hidden_norm(hidden_states)], dim=-1)
         attended, own_keys = self.self_attn(
             attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}, kept_result
         )
-        return residual + attended, *own_keys
+        return attended, *own_keys
 
-    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The layer's second half, row by row."""
+    def finish(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest, row by row: from the querying rows of `attend`'s input and from its result to `[B, Q, H]`."""
+        residual = self.hidden_norm(hidden_states) if self.norm_before_residual else hidden_states
+        hidden_states = residual + self.self_attn.o_proj(attended)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 

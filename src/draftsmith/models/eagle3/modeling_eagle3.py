@@ -17,11 +17,14 @@ from transformers.utils import ModelOutput
 
 from ... import alignment
 from ...ops import DraftLossSums, KeptResult, select_rows, streaming_draft_loss
+from ...ops.transfer import to_device
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
 
 
 logger = logging.getLogger(__name__)
+
+EarlierKeys = tuple[StepKeys, torch.Tensor | None]  # of a step, and which of its rows are wanted: None for all
 
 RECOMPUTED_ROWS = 16384  # of the MLP at a time: its activations are five times as wide as the layer's
 
@@ -101,11 +104,11 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         if attention_mask is None:
             attention_mask = input_ids.new_ones(batch, total)
         columns = torch.arange(total - length, total, device=input_ids.device)
-        inputs_embeds = self.embed(input_ids)
+        hidden_states = hidden_states.to(self.compute_dtype)
         output, _, _ = self.midlayer(
-            inputs_embeds,
-            hidden_states.to(inputs_embeds.dtype),
-            self.rotary_emb(inputs_embeds, position_ids),
+            partial(self.embed, input_ids),
+            hidden_states,
+            self.rotary_emb(hidden_states, position_ids),
             cache=cache,
             visibility={
                 "document_ids": attention_mask.long() - 1,
@@ -161,7 +164,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             RuntimeError: the embedding slot is empty.
         """
         given_sets = self._row_sets(row_sets, loss_mask, document_ids, turn_ids, ttt_steps)
-        row_sets = [rows.to(self.fc.weight.device, non_blocking=True) for rows in given_sets]
+        row_sets = [to_device(rows, self.fc.weight.device) for rows in given_sets]
         documents = alignment.unique_document_ids(document_ids, input_ids).flatten()  # [N]
         tokens, rows = input_ids.flatten(), row_sets[0]
         if position_ids is None:
@@ -238,19 +241,25 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                 hidden_states = normed_outputs[-1][None]
         return normed_outputs
 
-    def _layer(self, *args: Any) -> tuple[torch.Tensor, ...]:
+    def _layer(
+        self, next_tokens: torch.Tensor, hidden_states: torch.Tensor, positions: torch.Tensor,
+        query_rows: torch.Tensor | None, *args: Any,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """The decoder layer; arguments as of `_attend`.
 
-        With gradient checkpointing a step keeps its input, its keys, attention's result, with which attention is not
-        computed again, and the input of the MLP.
+        With gradient checkpointing a step keeps its input, its keys, and attention's result, so that attention is not
+        computed again.
         """
-        if not (self.gradient_checkpointing and self.training):
-            hidden_states, *own_keys = self._attend(*args)
-            return self.midlayer.feed_forward(hidden_states), *own_keys
-        recompute: Callable = self._gradient_checkpointing_func
-        hidden_states, *own_keys = recompute(self._attend, *args, KeptResult())
-        parts = [recompute(self.midlayer.feed_forward, part) for part in hidden_states.split(RECOMPUTED_ROWS, dim=1)]
-        return torch.cat(parts, dim=1), *own_keys
+        recomputed = self.gradient_checkpointing and self.training
+        run: Callable = self._gradient_checkpointing_func if recomputed else _call
+        kept_result = KeptResult() if recomputed else None
+        attended, *own_keys = run(self._attend, next_tokens, hidden_states, positions, query_rows, *args, kept_result)
+        if query_rows is not None:
+            hidden_states = select_rows(hidden_states, query_rows, dim=1)
+        if not recomputed:
+            return self.midlayer.finish(hidden_states, attended), *own_keys
+        parts = zip(hidden_states.split(RECOMPUTED_ROWS, dim=1), attended.split(RECOMPUTED_ROWS, dim=1), strict=True)
+        return torch.cat([run(self.midlayer.finish, *part) for part in parts], dim=1), *own_keys
 
     def _attend(
         self,
@@ -258,29 +267,33 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         hidden_states: torch.Tensor,  # [1, S, H]
         positions: torch.Tensor,  # [1, S]
         query_rows: torch.Tensor | None,
-        earlier_keys: list[StepKeys],
+        earlier_keys: list[EarlierKeys],
         visibility: dict[str, Any],
-        kept_result: KeptResult | None = None,
+        kept_result: KeptResult | None,
     ) -> tuple[torch.Tensor, ...]:
-        inputs_embeds = self.embed(next_tokens)
-        position_embeddings = self.rotary_emb(inputs_embeds, positions)
         return self.midlayer.attend(
-            inputs_embeds, hidden_states, position_embeddings, query_rows, earlier_keys, None, visibility, kept_result
-        )
+            partial(self.embed, next_tokens), hidden_states, self.rotary_emb(hidden_states, positions),
+            query_rows, [_selected(*keys) for keys in earlier_keys], None, visibility, kept_result,
+        )  # fmt: skip
+
+
+def _call(function: Callable, *args: Any) -> Any:
+    return function(*args)
 
 
 def _visible_keys(
     step_keys: list[StepKeys], row_sets: list[torch.Tensor], step: int, window: int | None
-) -> list[StepKeys]:
-    """Step-0 keys, then those of steps 1..step-1 for this step's rows; what is outside the window is dropped."""
-    visible = step_keys[:1]
+) -> list[EarlierKeys]:
+    """Step-0 keys, then those of later steps with this step's rows among theirs; what no window reaches is dropped."""
+    visible: list[EarlierKeys] = [(keys, None) for keys in step_keys[:1]]
     for earlier in range(1, step):
         if window is None or step - earlier < window:
-            kept = torch.searchsorted(row_sets[earlier], row_sets[step])
-            visible.append(tuple(_rows_of_heads(states, kept) for states in step_keys[earlier]))
+            visible.append((step_keys[earlier], torch.searchsorted(row_sets[earlier], row_sets[step])))
     return visible
 
 
-def _rows_of_heads(states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Some rows of `[B, Hkv, S, d]`, heads side by side in memory as projections leave them."""
-    return select_rows(states.transpose(1, 2), rows, dim=1).transpose(1, 2)
+def _selected(step_keys: StepKeys, rows: torch.Tensor | None) -> StepKeys:
+    """Some rows of each `[B, Hkv, S, d]`, heads side by side in memory as projections leave them."""
+    if rows is None:
+        return step_keys
+    return tuple(select_rows(states.transpose(1, 2), rows, dim=1).transpose(1, 2) for states in step_keys)

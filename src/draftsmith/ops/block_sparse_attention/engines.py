@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cudnn
+from . import cudnn, fa4
 from .layout import Layout
 from .merge import MergeGradients
 
@@ -92,6 +92,8 @@ def choose(implementation: str | None, query: Tensor, layout: Layout, window: in
         reason = refusal(name, query, layout, window)
         if reason is None and name in ("fa4", "cudnn") and torch.are_deterministic_algorithms_enabled():
             reason = "its backward may not repeat bit by bit"
+        if reason is None and name == "fa4" and query.shape[2] < fa4.SPREAD_SHARE * layout.keys:
+            reason = f"fewer than {fa4.SPREAD_SHARE:.0%} of the rows are queries"
         if reason is None and name == "cudnn" and not cudnn.repeats(query):
             reason = "it would build a plan for a shape that has not come often yet"
         if reason is None:

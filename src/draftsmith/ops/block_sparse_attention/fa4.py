@@ -2,6 +2,8 @@
 
 Its autograd function cannot be given the merged (out, lse), so the two kernels are called directly. They are compiled
 per head_dim, dtype, head counts, window or not, documents or not, never per length.
+
+They take every row as a query. Queries of some rows are spread over all of them, the others filled with zeros.
 """
 
 import functools
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..selection import put_rows
 from .layout import Layout
 
 
 MAX_HEAD_DIM = {9: 256, 10: 128}  # by major compute capability
 PADDING_SEGMENT = 128  # rows; work grows with the square of a segment's length
+SPREAD_SHARE = 0.8  # of the rows: with fewer queries, `triton` is faster by leaving the others out
 
 
 class Segments(NamedTuple):
@@ -41,8 +45,6 @@ def refuses(query: Tensor, layout: Layout, window: int | None) -> str | None:
     head_dim = query.shape[-1]
     if head_dim % 8 or head_dim > MAX_HEAD_DIM[major]:
         return f"head_dim is {head_dim}, it takes multiples of 8 up to {MAX_HEAD_DIM[major]}"
-    if layout.query_positions is not None:
-        return "it takes no `query_positions`"
     if window is not None and window <= 0:
         return "`sliding_window` hides all keys"
     if error := _import_error():
@@ -65,15 +67,15 @@ def forward(
     from flash_attn.cute.interface import _flash_attn_fwd
 
     segments = _segments(layout)
-    rows = [_rows(tensor, segments) for tensor in (query, key, value)]
-    out, lse, *_ = _flash_attn_fwd(*rows, return_lse=True, **_options(layout, segments, window, scale))
-    if segments is None:
-        return out.transpose(1, 2), lse
-    shape = (layout.batch, layout.keys)
-    out, lse = out.unflatten(0, shape).transpose(1, 2), lse.unflatten(1, shape).transpose(0, 1)
-    if segments.padding is not None:
-        lse = lse.masked_fill(segments.padding[:, None], float("-inf"))
-    return out, lse
+    query, key, value = (_rows(tensor, segments) for tensor in (_spread(query, layout), key, value))
+    room = _room(query)
+    out = room[:-1].view_as(query)
+    lse = _flash_attn_fwd(query, key, value, out=out, return_lse=True, **_options(layout, segments, window, scale))[1]
+    if segments is not None:
+        lse = lse.unflatten(1, (layout.batch, layout.keys)).transpose(0, 1)
+        if segments.padding is not None:
+            lse = lse.masked_fill(segments.padding[:, None], float("-inf"))
+    return _gather(room, layout), _gather_lse(lse, layout)
 
 
 def backward(
@@ -83,14 +85,50 @@ def backward(
     from flash_attn.cute.interface import _flash_attn_bwd
 
     segments = _segments(layout)
+    query, out, grad_out = (_spread(tensor, layout) for tensor in (query, out, grad_out))
+    lse = _spread(lse[..., None], layout, fill=float("inf"))[..., 0].contiguous()  # [B, Hq, T]
     rows = [_rows(tensor, segments) for tensor in (query, key, value, out, grad_out)]
     if segments is not None:
         lse = lse.transpose(0, 1).flatten(1)  # [Hq, B * T]
-    gradients = _flash_attn_bwd(*rows, lse, **_options(layout, segments, window, scale))
+    room = _room(rows[0])
+    grad_query = room[:-1].view_as(rows[0])
+    _, *of_keys = _flash_attn_bwd(*rows, lse, dq=grad_query, **_options(layout, segments, window, scale))
     if segments is not None:
-        gradients = [gradient.unflatten(0, (layout.batch, layout.keys)) for gradient in gradients]
-    grad_query, grad_key, grad_value = (gradient.transpose(1, 2) for gradient in gradients)
-    return grad_query, grad_key, grad_value
+        of_keys = [gradient.unflatten(0, (layout.batch, layout.keys)) for gradient in of_keys]
+    grad_key, grad_value = (gradient.transpose(1, 2) for gradient in of_keys)
+    return _gather(room, layout), grad_key, grad_value
+
+
+def _spread(tensor: Tensor, layout: Layout, fill: float = 0) -> Tensor:
+    """[B, H, Q, D] of the queries -> [B, H, T, D] of all rows."""
+    if layout.query_places is None:
+        return tensor
+    queries = tensor.transpose(1, 2).flatten(0, 1)  # [B * Q, H, D]
+    rows = queries.new_full((layout.batch * layout.keys + 1, *queries.shape[1:]), fill)
+    put_rows(rows, 0, layout.query_places, queries)
+    return rows[:-1].unflatten(0, (layout.batch, layout.keys)).transpose(1, 2)
+
+
+def _room(rows: Tensor) -> Tensor:
+    """Memory [B * T + 1, H, D] for results of all `rows`, and zeros for those of a padding query."""
+    room = rows.new_empty(rows.shape[:-2].numel() + 1, *rows.shape[-2:])
+    room[-1] = 0
+    return room
+
+
+def _gather(room: Tensor, layout: Layout) -> Tensor:
+    """Results [B, H, Q, D] of the queries."""
+    rows = room[:-1] if layout.query_places is None else room.index_select(0, layout.query_places)
+    return rows.unflatten(0, (layout.batch, -1)).transpose(1, 2)
+
+
+def _gather_lse(lse: Tensor, layout: Layout) -> Tensor:
+    """[B, Hq, T] -> [B, Hq, Q], -inf for a padding query."""
+    if layout.query_positions is None:
+        return lse
+    positions = layout.query_positions[:, None].long()  # [B, 1, Q]
+    lse = lse.gather(2, positions.clamp(min=0).expand(-1, lse.shape[1], -1))
+    return lse.masked_fill(positions < 0, float("-inf"))
 
 
 def _rows(tensor: Tensor, segments: Segments | None) -> Tensor:

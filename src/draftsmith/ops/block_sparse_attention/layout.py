@@ -44,6 +44,15 @@ class Layout:
         return None if self.query_documents is None else self.query_documents < 0
 
     @cached_property
+    def query_places(self) -> Tensor | None:
+        """[B * Q], each query's place in the flattened [B * T] rows, B * T for padding; None: every row is a query."""
+        if self.query_positions is None:
+            return None
+        starts = torch.arange(self.batch, device=self.query_positions.device)[:, None] * self.keys
+        places = self.query_positions + starts
+        return places.masked_fill(self.query_positions < 0, self.batch * self.keys).flatten()
+
+    @cached_property
     def document_keys(self) -> list[dict[int, slice]]:
         """Key range of each document, per batch row."""
         if self.document_ids is None:

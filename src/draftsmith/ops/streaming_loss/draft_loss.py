@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..precision import accumulation_dtype, matmul_dtype
+from ..transfer import to_device
 from .chunking import choose_chunk_size
 from .dispatch import has_row_kernels
 from .head import LinearHead
@@ -138,9 +139,9 @@ class _Factors:
         of_steps = torch.as_tensor([1.0] * len(pairs.sizes) if step_weights is None else step_weights)
         of_rows = torch.ones(pairs.sizes[0], device=device) if row_weights is None else row_weights.detach()
         of_rows = of_rows.to(device, dtype)
-        rows, steps = (numbers.to(device, non_blocking=True) for numbers in (pairs.rows, pairs.steps))
+        rows, steps = to_device(pairs.rows, device), to_device(pairs.steps, device)
         cells = steps * pairs.sizes[0] + rows
-        of_steps = of_steps.detach().to(device, dtype, non_blocking=True)
+        of_steps = to_device(of_steps.detach(), device, dtype)
         return _Factors(of_steps, of_rows, of_rows[rows], steps, cells)
 
 
@@ -158,9 +159,9 @@ def _stream(
     chunks = pairs.chunks(chunk_size)
     capacity = max(chunk.stacked.stop - chunk.stacked.start for chunk in chunks)
     head = LinearHead(weight, None, dtype=dtype, capacity=capacity, needs_weight_grad=needs[-1])
-    order = pairs.stacking(chunks).to(weight.device, non_blocking=True)
-    entries = pairs.entries.to(weight.device, non_blocking=True)[order]
-    students = pairs.students(chunks).to(weight.device, non_blocking=True)
+    order = to_device(pairs.stacking(chunks), weight.device)
+    entries = to_device(pairs.entries, weight.device)[order]
+    students = to_device(pairs.students(chunks), weight.device)
     factor = coefficient[order] if any(needs) else None
     grads = [torch.empty_like(state) if needed else None for state, needed in zip(states, needs, strict=False)]
     results = []
@@ -205,6 +206,6 @@ def _sums(losses: RowLosses, pairs: DraftPairs, factors: _Factors) -> DraftLossS
         loss=table(losses.loss * factors.of_pairs).sum(1),
         hits=hits.sum(1),
         chain=hits.cumprod(0).sum(1),
-        rows=torch.tensor(pairs.sizes).to(hits.device, hits.dtype, non_blocking=True),
+        rows=to_device(torch.tensor(pairs.sizes), hits.device, hits.dtype),
         alpha=None if losses.alpha is None else table(losses.alpha).sum(1),
     )

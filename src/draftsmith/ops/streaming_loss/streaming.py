@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..transfer import to_device
 from .dispatch import row_functions
 
 
@@ -60,4 +61,4 @@ def inverse_count(num_items: int | Tensor, like: Tensor) -> Tensor:
     """1 / max(num_items, 1) on `like`'s device, without a host synchronisation."""
     if not isinstance(num_items, Tensor):
         return like.new_full((), 1 / max(num_items, 1))
-    return num_items.to(like.device, like.dtype, non_blocking=True).clamp(min=1).reciprocal()
+    return to_device(num_items, like.device, like.dtype).clamp(min=1).reciprocal()
