@@ -126,6 +126,7 @@ def measure_again(timed: list[tuple[Contender, dict[str, Any]]], settings: Setti
     for turn in range(ROUNDS - 1):
         for contender, row in timed[:: 1 if turn % 2 else -1]:
             if row["status"] == "ok" and time.monotonic() < settings.deadline:
+                release_memory(settings.device)  # pieces that another left make the allocator stall
                 row["rounds_ms"].append(median_ms(contender.run, settings.device, settings.seconds, MOST_REPEATS))
 
 

@@ -80,12 +80,12 @@ def plan(target: TargetShape, head: HeadShape, setup: Setup) -> Plan:
         "target states": states * (target.aux_states + 1),
     }
     unroll = {"unroll": _unroll_bytes(head, setup)}
-    rows = setup.rows * setup.ttt_steps
-    state_gradients = rows * head.hidden_size * 2
+    if not setup.recompute:  # else they take the place of the normed outputs
+        unroll["state gradients"] = setup.rows * setup.ttt_steps * head.hidden_size * 2
     phases: dict[str, dict[str, float]] = {
         "target forward": {"target activations": setup.tokens * target.layer_width * target.itemsize},
-        "loss": unroll | {"state gradients": state_gradients} | _loss_bytes(target, head, setup),
-        "backward": unroll | {"state gradients": state_gradients, "layer backward": _layer_backward(head, setup)},
+        "loss": unroll | _loss_bytes(target, head, setup),
+        "backward": unroll | {"layer backward": _layer_backward(head, setup)},
     }
     return Plan(held, phases)
 

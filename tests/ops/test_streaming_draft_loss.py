@@ -330,3 +330,27 @@ def test_sums_are_a_small_dataclass_of_one_number_per_step():
     assert isinstance(sums, DraftLossSums)
     assert all(getattr(sums, name).shape == (4,) for name in SUM_NAMES)
     assert all(later <= earlier for earlier, later in pairwise(sums.chain.tolist()))
+
+
+def overwriting(states, weight, **inputs):
+    """The loss of states that come out of a product: leaves are not to be overwritten."""
+    made = [state * 1 for state in states]
+    loss, sums = streaming_draft_loss(made, weight, **inputs, overwrite_states=True)
+    return loss, sums
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_gradients_in_the_place_of_states_change_nothing(objective):
+    inputs = make_inputs()
+    expected, _ = run(streaming_draft_loss, inputs, objective=objective, chunk_size=5)
+    results, _ = run(overwriting, inputs, objective=objective, chunk_size=5)
+    for tensor, other in zip(results, expected, strict=True):
+        assert torch.equal(tensor, other)
+
+
+def test_states_that_another_backward_needs_are_not_overwritten_unnoticed():
+    inputs = cast(make_inputs(), torch.float64)
+    states = [state.exp() for state in inputs.pop("states")]  # keeps its result
+    loss, _ = streaming_draft_loss(states, **inputs, overwrite_states=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

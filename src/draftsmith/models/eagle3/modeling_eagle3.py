@@ -191,6 +191,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             num_items=num_items_in_batch,
             teacher_bias=teacher_bias,
             teacher_softcap=teacher_softcap,
+            overwrite_states=self.gradient_checkpointing,  # the layers keep what the norm made them of
         )
         return Eagle3Output(*self.lm_head(states, loss=loss))
 

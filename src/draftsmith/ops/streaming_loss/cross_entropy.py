@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..precision import accumulation_dtype, matmul_dtype
+from ..selection import put_rows
 from .chunking import choose_chunk_size
 from .dispatch import row_functions
 from .head import LinearHead
@@ -119,7 +120,7 @@ def _stream(
         losses[chunk] = row_losses(logits, problem.labels[chunk], factor, problem.softcap).loss
         head.accumulate(logits, states)
         if grad_hidden is not None:
-            grad_hidden[rows] = head.rows_grad(logits).to(hidden.dtype)
+            put_rows(grad_hidden, 0, rows, head.rows_grad(logits).to(hidden.dtype))
     return losses, (grad_hidden, *head.finish())
 
 

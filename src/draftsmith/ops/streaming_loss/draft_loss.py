@@ -45,6 +45,7 @@ def streaming_draft_loss(
     teacher_bias: Tensor | None = None,
     teacher_softcap: float | None = None,
     chunk_size: int | None = None,
+    overwrite_states: bool = False,
 ) -> tuple[Tensor, DraftLossSums]:
     """sum_k step_weights[k] * sum_{R_k} row_weight * loss / max(num_items, 1), and sums for metrics.
 
@@ -71,6 +72,7 @@ def streaming_draft_loss(
         teacher_softcap: teacher logits become cap * tanh(logits / cap).
         chunk_size: teacher rows per chunk, which brings up to K rows of draft logits each; None: as large as the draft
             layer's own backward allows, at most 8192 rows of logits, the teacher's among them.
+        overwrite_states: gradients of `states` may take the place of their values, which nothing else may need.
 
     Pairs out of the draft vocabulary (by the teacher's full argmax, under "ce" by the label) add no loss and count as
     misses.
@@ -99,8 +101,9 @@ def streaming_draft_loss(
 
     def compute(needs: Sequence[bool]) -> Computed:
         losses, gradients = _stream(
-            states, weight, pairs, targets, factors.of_steps[factors.steps] * factors.of_pairs, chunk_size, needs
-        )
+            states, weight, pairs, targets, factors.of_steps[factors.steps] * factors.of_pairs, chunk_size, needs,
+            overwrite_states,
+        )  # fmt: skip
         sums = _sums(losses, pairs, factors)
         return Computed((sums.loss * factors.of_steps).sum(), gradients, sums)
 
@@ -153,6 +156,7 @@ def _stream(
     coefficient: Tensor,  # [P], each loss's factor in the gradients
     chunk_size: int,  # teacher rows
     needs: Sequence[bool],  # gradients of each of `states`, and of `weight`
+    overwrite: bool,
 ) -> tuple[RowLosses, list[Tensor | None]]:
     """Losses, hits and alphas [P], without the factor, and the gradients."""
     dtype = matmul_dtype(states[0].dtype, weight.device)
@@ -163,7 +167,7 @@ def _stream(
     entries = to_device(pairs.entries, weight.device)[order]
     students = to_device(pairs.students(chunks), weight.device)
     factor = coefficient[order] if any(needs) else None
-    grads = [torch.empty_like(state) if needed else None for state, needed in zip(states, needs, strict=False)]
+    grads = [_room_for(state, overwrite) if needed else None for state, needed in zip(states, needs, strict=False)]
     results = []
     for chunk in chunks:
         rows = torch.cat([state[part] for state, part in zip(states, chunk.states, strict=True)]).to(dtype)
@@ -181,6 +185,11 @@ def _stream(
         alpha=_unstack(alphas, order) if alphas else None,
     )
     return losses, [*grads, head.finish()[0]]
+
+
+def _room_for(state: Tensor, overwrite: bool) -> Tensor:
+    """Memory for its gradient. A chunk's rows are read before they are written, and autograd notices who kept them."""
+    return state.detach() if overwrite else torch.empty_like(state)
 
 
 def _scatter(stacked: Tensor, grads: Sequence[Tensor | None], parts: Sequence[slice]) -> None:
