@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, Qwen3Config
 
 from draftsmith import Eagle3DraftConfig, Eagle3DraftModel
 from draftsmith.data import DraftCollator
+from draftsmith.ops.transfer import remember_on_host
 
 from .loss_cases import CONFIDENCE, IN_VOCABULARY
 from .targets import gpt_oss, llama
@@ -122,6 +123,7 @@ def make_batch(case: Case, tokens: Tensor) -> Batch:
     tensors: dict[str, Any] = DraftCollator(case.steps)([row])
     row_sets = tensors.pop("row_sets")
     on_device = {name: tensor.to(tokens.device) for name, tensor in tensors.items()}
+    remember_on_host(on_device["document_ids"], row_sets.document_ids)  # as the trainer does
     return Batch(case, {**on_device, "row_sets": row_sets})
 
 

@@ -76,7 +76,8 @@ def sequence_weights(rows: torch.Tensor, document_ids: torch.Tensor) -> tuple[to
 def unique_document_ids(document_ids: torch.Tensor | None, input_ids: torch.Tensor) -> torch.Tensor:
     """`[B, T]` int64 ids that differ between batch rows too, ascending, -1 = padding; None = one document per row."""
     batch, length = input_ids.shape
-    offsets = length * torch.arange(batch, device=input_ids.device)[:, None]
+    device = (input_ids if document_ids is None else document_ids).device
+    offsets = length * torch.arange(batch, device=device)[:, None]
     if document_ids is None:
         return offsets.expand(batch, length)
     runs = torch.zeros_like(document_ids)

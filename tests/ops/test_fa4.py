@@ -10,6 +10,7 @@ import torch
 from draftsmith.ops.block_sparse_attention import engines, fa4
 from draftsmith.ops.block_sparse_attention.layout import Layout
 from draftsmith.ops.block_sparse_attention.reference import reference_attention
+from draftsmith.ops.transfer import derived, on_host, remember_on_host
 
 
 TILE = 16  # rows; a segment's tiles read past its end
@@ -161,6 +162,16 @@ def test_segments_are_runs_and_padding_is_cut():
     assert torch.equal(fa4._read_segments(ids).padding, ids < 0)
     assert fa4._read_segments(ids.clamp(min=0)).padding is None
     assert fa4._read_segments(torch.zeros(1, 1, dtype=torch.long)).offsets.tolist() == [0, 1]
+
+
+def test_ids_known_on_the_host_are_not_read():
+    ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
+    remember_on_host(ids, torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]]))
+    assert on_host(ids).tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert on_host(derived(lambda known: 2 * known, ids)).tolist() == [[0, 0, 0, 2, 2, 2, 2, 2]]
+    ids[0, 4:] = 1
+    with pytest.raises(NotImplementedError, match="meta"):
+        on_host(ids)
 
 
 def test_ids_are_read_once_until_they_change(monkeypatch):

@@ -15,14 +15,14 @@ PADDING = {"input_ids": 0, "loss_mask": 0, "turn_ids": -1, "position_ids": 0, "d
 
 
 class RowSets(Sequence[torch.Tensor]):
-    """K ascending int64 index tensors.
+    """K ascending int64 index tensors, and the `document_ids` of their batch.
 
     Neither a list nor a tensor, so that they stay on the CPU when a batch moves: their lengths are read there, and
     reading them from a device would wait for all it has been given to do.
     """
 
-    def __init__(self, rows: Sequence[torch.Tensor]):
-        self._rows = list(rows)
+    def __init__(self, rows: Sequence[torch.Tensor], document_ids: torch.Tensor):
+        self._rows, self.document_ids = list(rows), document_ids
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -67,7 +67,8 @@ class DraftCollator:
                 batch[name][number, : len(values)] = torch.from_numpy(values)
         batch["loss_mask"] = batch["loss_mask"].bool()
         batch["row_sets"] = RowSets(
-            row_sets(batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps)
+            row_sets(batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps),
+            batch["document_ids"],
         )
         return batch
 

@@ -14,7 +14,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from .. import alignment
 from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftModel
-from ..ops.transfer import to_device
+from ..ops.transfer import remember_on_host, to_device
 from ..target import FrozenTarget, TargetStates
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .checkpoints import UNFINISHED, explained_write_errors
@@ -98,6 +98,7 @@ class Eagle3Trainer(FaultTolerantTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._batch_sizes = (*inputs["input_ids"].shape, len(inputs["row_sets"][0]))
+        remember_on_host(inputs["document_ids"], inputs["row_sets"].document_ids)
         states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
         teacher_rows = to_device(inputs["row_sets"][0], states.last_hidden_state.device) + 1
         draft_inputs = {

@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from ... import alignment
 from ...ops import DraftLossSums, KeptResult, select_rows, streaming_draft_loss
-from ...ops.transfer import to_device
+from ...ops.transfer import derived, to_device
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
 from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
 
@@ -165,15 +165,16 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         """
         given_sets = self._row_sets(row_sets, loss_mask, document_ids, turn_ids, ttt_steps)
         row_sets = [to_device(rows, self.fc.weight.device) for rows in given_sets]
-        documents = alignment.unique_document_ids(document_ids, input_ids).flatten()  # [N]
+        document_ids = torch.zeros_like(input_ids) if document_ids is None else document_ids
+        documents = derived(lambda ids: alignment.unique_document_ids(ids, input_ids).view(1, -1), document_ids)
         tokens, rows = input_ids.flatten(), row_sets[0]
         if position_ids is None:
-            position_ids = alignment.positions_within_documents(documents)
+            position_ids = alignment.positions_within_documents(documents[0])
         if teacher_hidden_states.dim() == 3:
             teacher_hidden_states = teacher_hidden_states.flatten(0, 1)[rows + 1]
         row_weights = None
         if loss_normalization == "sequence":
-            row_weights, num_documents = alignment.sequence_weights(rows, documents)
+            row_weights, num_documents = alignment.sequence_weights(rows, documents[0])
             num_items_in_batch = num_documents if num_items_in_batch is None else num_items_in_batch
         elif loss_normalization != "token":
             raise ValueError(f"`loss_normalization` is {loss_normalization!r}: pass 'token' or 'sequence'.")
@@ -215,7 +216,6 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         window = self.config.sliding_window
         hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
         computed_rows = torch.arange(len(tokens), device=tokens.device)
-        documents = documents[None]
         step_keys: list[StepKeys] = []
         normed_outputs: list[torch.Tensor] = []
         for step, rows in enumerate(row_sets):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..selection import put_rows
+from ..transfer import on_host, to_device
 from .layout import Layout
 
 
@@ -173,10 +174,10 @@ def _segments(layout: Layout) -> Segments | None:
 
 
 def _read_segments(document_ids: Tensor) -> Segments:
-    ids = document_ids.cpu()
+    ids = on_host(document_ids)
     starts = ids.new_ones(ids.shape, dtype=torch.bool)
     starts[:, 1:] = ids.diff(dim=1) != 0
     padding = ids < 0
     starts |= padding & (torch.arange(ids.shape[1]) % PADDING_SEGMENT == 0)
     offsets = torch.cat([starts.flatten().nonzero().flatten(), torch.tensor([ids.numel()])])
-    return Segments(offsets.int().to(document_ids.device), document_ids < 0 if padding.any() else None)
+    return Segments(to_device(offsets.int(), document_ids.device), document_ids < 0 if padding.any() else None)
