@@ -50,6 +50,7 @@ def reference_draft_loss(
     num_items: int | None = None,
     teacher_bias: Tensor | None = None,  # [V]
     teacher_softcap: float | None = None,
+    overwrite_states: bool = False,  # it may, it need not
 ) -> tuple[Tensor, DraftLossSums]:
     dtype, device = accumulation_dtype(states[0].dtype), states[0].device
     place = {int(row): index for index, row in enumerate(row_sets[0])}
