@@ -10,6 +10,7 @@ python scripts/benchmark.py attention-figures  figures and Markdown tables from 
 python scripts/benchmark.py targets            forward of whole targets under our attention and transformers' (GPU)
 python scripts/benchmark.py train              draft steps and whole training steps, ours and SpecForge's (GPU)
 python scripts/benchmark.py train-figures      figure and Markdown tables from its results
+python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
 """
 
 import argparse
@@ -28,6 +29,7 @@ BENCHMARKS = {
     "targets": "targets",
     "train": "train",
     "train-figures": "train_figures",
+    "scaling": "scaling",
 }
 
 

@@ -19,7 +19,9 @@ ALLOWED = {
     "data": {"alignment"},
     "transformers_hooks": {"ops", "models"},  # the model classes that it registers, imported late
     "target_family": set(),
-    "target": {"target_family", "transformers_hooks"},
+    "compiled_forwards": {"transformers_hooks"},
+    "tensor_parallel": {"ops", "target_family"},
+    "target": {"compiled_forwards", "target_family", "tensor_parallel", "transformers_hooks"},
     # `target` alone reads a target's weights, `models` asks it for rows
     "models": {"ops", "alignment", "target", "target_family"},
     "speculative": {"models", "target", "target_family"},

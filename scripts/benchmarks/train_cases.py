@@ -188,7 +188,7 @@ def _draft(
 
 
 def _whole(name: str, shape: str, length: int, ours: str = "ours", parts: bool = True, **options: Any) -> Case:
-    alone = ("target", "attention", "gemms", "optimizer") if parts else ()
+    alone = ("ours compiled", "target", "target compiled", "attention", "gemms", "optimizer") if parts else ()
     return Case(name, shape, length, whole=True, contenders=(ours, *alone), **options)
 
 

@@ -5,7 +5,7 @@ target takes 8 bytes per trained weight. Masters in fp32 would add 8 more and th
 """
 
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -48,6 +48,13 @@ class Step:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @cached_property
+    def compiled_target(self) -> FrozenTarget:
+        """The same layers, compiled while they run through this one."""
+        target = FrozenTarget(self.target.model, self.target.aux_layer_ids)
+        target.compile_layers()
+        return target
+
 
 @torch.no_grad()
 def predicted_ids(target: FrozenTarget, batch: Batch, size: int) -> Tensor:
@@ -62,8 +69,9 @@ def predicted_ids(target: FrozenTarget, batch: Batch, size: int) -> Tensor:
 class Whole(Contender):
     """As `Eagle3Trainer` does it for one micro-batch."""
 
-    def __init__(self, step: Step, recompute: bool = False):
+    def __init__(self, step: Step, recompute: bool = False, compiled: bool = False):
         self.step, self.model, self.recompute = step, step.draft, recompute
+        self.target = step.compiled_target if compiled else step.target
 
     def run(self) -> list[Tensor]:
         step = self.step
@@ -71,7 +79,7 @@ class Whole(Contender):
             step.draft.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             step.draft.gradient_checkpointing_disable()
-        states = step.target(step.batch.input_ids, document_ids=step.batch.tensors["document_ids"])
+        states = self.target(step.batch.input_ids, document_ids=step.batch.tensors["document_ids"])
         aux, last = states.aux_hidden_states, states.last_hidden_state
         step.batch.step(step.draft, aux, last, step.target.head_weight).backward()
         step.optimizer.step()
@@ -80,11 +88,12 @@ class Whole(Contender):
 
 
 class TargetAlone(Contender):
-    def __init__(self, step: Step):
+    def __init__(self, step: Step, compiled: bool = False):
         self.step, self.model = step, step.draft
+        self.target = step.compiled_target if compiled else step.target
 
     def run(self) -> list[Tensor]:
-        self.step.target(self.step.batch.input_ids, document_ids=self.step.batch.tensors["document_ids"])
+        self.target(self.step.batch.input_ids, document_ids=self.step.batch.tensors["document_ids"])
         return []
 
 
@@ -182,7 +191,9 @@ PARTS = ("target", "attention", "gemms")  # whose times add up to the bar
 WHOLE_CONTENDERS: dict[str, Callable[[Step], Contender]] = {
     "ours": Whole,
     "ours recompute": partial(Whole, recompute=True),
+    "ours compiled": partial(Whole, compiled=True),
     "target": TargetAlone,
+    "target compiled": partial(TargetAlone, compiled=True),
     "attention": AttentionAlone,
     "gemms": GemmsAlone,
     "optimizer": OptimizerAlone,

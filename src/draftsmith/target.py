@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from draftsmith import target_family as family
+from draftsmith.compiled_forwards import CompiledForwards
+from draftsmith.tensor_parallel import ShardGroup, sharded_loading
 from draftsmith.transformers_hooks import ATTENTION_NAME, UnsupportedAttentionError
 
 
@@ -72,11 +74,13 @@ def load_target(
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
     device_map: Any = None,
+    tp_size: int = 1,
 ) -> PreTrainedModel:
     """Load the target as it is served: quantised weights stay quantised, a PEFT `adapter` (id or path) unmerged.
 
     A family that `block_sparse_flash` does not compute gets transformers' own attention, and a warning says so.
-    `gguf_file` names a file in `name_or_path`; its weights are dequantised to `dtype`.
+    `gguf_file` names a file in `name_or_path`; its weights are dequantised to `dtype`. `tp_size` neighbouring ranks
+    hold one target together, sharded by transformers' tensor parallelism; every rank must load it.
     """
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code, "gguf_file": gguf_file}
     options = {key: value for key, value in options.items() if value is not None}
@@ -87,7 +91,9 @@ def load_target(
         # Left packed, the blocks are unpacked again by every forward wherever transformers finds no kernel for them.
         options["quantization_config"] = GgufConfig(dequantize=True)
 
-    with deepspeed_init_suspended():
+    placed = sharded_loading(config, tp_size, adapter=adapter, gguf_file=gguf_file, device_map=device_map)
+    with deepspeed_init_suspended(), placed as placement:
+        options |= placement
         try:
             model = auto_class.from_pretrained(name_or_path, attn_implementation=attn_implementation, **options)
         except UnsupportedAttentionError as error:
@@ -140,6 +146,12 @@ class FrozenTarget:
         family.freeze_rope(self.decoder)
         self._packing_obstacle: str | None = None
         self._verified = False
+        self._compiled: AbstractContextManager = nullcontext()
+        self._shards = ShardGroup.of(model)
+
+    def compile_layers(self) -> None:
+        """Fuse what lies between the products and attention of each layer; the first batches compile, for minutes."""
+        self._compiled = CompiledForwards(self.layers)
 
     def __call__(
         self,
@@ -163,13 +175,25 @@ class FrozenTarget:
             self.verify(input_ids.device)
         if document_ids is None:
             document_ids = _documents_of(input_ids, position_ids)
-        return self._forward(input_ids, document_ids)
+        if self._shards is None:
+            return self._forward(input_ids, document_ids)
+        return self._shards.run(self._forward, input_ids, document_ids)
+
+    @property
+    def tp_size(self) -> int:
+        """How many ranks hold the target together: a call on one needs a call, or `take_part`, on all of them."""
+        return 1 if self._shards is None else self._shards.size
+
+    def take_part(self) -> None:
+        """On a rank that needs no states now: help the others that hold the target to theirs."""
+        if self._shards is not None:
+            self._shards.run(self._forward)
 
     @torch.no_grad()  # not inference_mode: the draft's `fc(aux)` must be able to save these for its backward
     def _forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> TargetStates:
         captured: dict[int, torch.Tensor] = {}
         served_precision = torch.autocast(input_ids.device.type, enabled=False)
-        with served_precision, captured_outputs(self.layers, self.aux_layer_ids, captured):
+        with served_precision, self._compiled, captured_outputs(self.layers, self.aux_layer_ids, captured):
             output = self.decoder(input_ids=input_ids, use_cache=False, **self._documents_as_inputs(document_ids))
         last = output.last_hidden_state
         aux = torch.cat([captured[i].to(last.device) for i in self.aux_layer_ids], dim=-1)

@@ -37,9 +37,9 @@ def make_rows(lengths, *, supervised=None, seed=0):
 
 
 def make_trainer(
-    output_dir, rows, *, eval_rows=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(), **options
+    output_dir, rows, *, eval_rows=None, target=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(), **options
 ):
-    target = make_target()
+    target = target or make_target()
     torch.manual_seed(1)
     draft = draft or Eagle3DraftModel.from_target(target)
     options = {

@@ -19,8 +19,13 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def run_two_ranks(script, output_dir, *, gpus=False, bf16=False, timeout=280):
+    return run_ranks(2, script, output_dir, gpus=gpus, bf16=bf16, timeout=timeout)
+
+
+def run_ranks(count, script, output_dir, *, gpus=False, bf16=False, timeout=280):
     """Run `tests.trainer.<script>` under torchrun and return the results that it saved, on the CPU."""
-    command = [*TORCHRUN, "-m", f"tests.trainer.{script}", str(output_dir), *(["--bf16"] if bf16 else [])]
+    launcher = [*TORCHRUN[:-1], f"--nproc_per_node={count}"]
+    command = [*launcher, "-m", f"tests.trainer.{script}", str(output_dir), *(["--bf16"] if bf16 else [])]
     launch(command, gpus=gpus, timeout=timeout)
     return torch.load(Path(output_dir) / "result.pt", map_location="cpu")
 

@@ -26,6 +26,10 @@ def torchrun() -> list[str]:
     return [*TORCHRUN, "-m", "tests.trainer.train_script", "--deepspeed", "configs/deepspeed/zero1.json"]
 
 
+def torchrun_sharded_target() -> list[str]:
+    return [*TORCHRUN, "-m", "tests.trainer.train_script", "--target_tp", "2"]
+
+
 def deepspeed() -> list[str]:
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", f"--master_port={free_port()}"]
     return [*launcher, "--module", "tests.trainer.train_script", "--deepspeed", "configs/deepspeed/zero2.json"]
@@ -57,7 +61,7 @@ def setup(tmp_path_factory):
     return [*flags, "1"], load_file(directory / "one" / "model.safetensors")
 
 
-@pytest.mark.parametrize("launcher", [torchrun, deepspeed, accelerate])
+@pytest.mark.parametrize("launcher", [torchrun, torchrun_sharded_target, deepspeed, accelerate])
 def test_launchers_train_the_head_of_one_process(tmp_path, setup, launcher):
     flags, truth = setup
     launch([*launcher(), *flags, "--output_dir", str(tmp_path)])

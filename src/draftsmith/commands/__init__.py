@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "prepare": "chat data to token ids, supervision masks and packed rows",
     "plan": "what a training step needs of a GPU's memory, and what to do about it",
+    "profile": "chart the memory of one step, ours beside dense attention and dense logits",
     "train": "train a draft head on a frozen target",
     "evaluate": "decode held-out prompts speculatively and measure the acceptance length",
 }

@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..target import load_target
+from ..tensor_parallel import check_placement
 
 
 def check_local_path(name: str, value: str) -> None:
@@ -34,15 +35,21 @@ class TargetArguments:
     def __post_init__(self) -> None:
         check_local_path("target", self.target)
 
+    def check_placement(self, tp_size: int) -> None:
+        """Raise what `load` would raise for `tp_size`, from the config alone."""
+        config = AutoConfig.from_pretrained(self.target, **self._source())
+        check_placement(config, tp_size, adapter=self.target_adapter, gguf_file=self.target_gguf_file)
+
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.target, **self._source())
 
-    def load(self) -> PreTrainedModel:
+    def load(self, *, tp_size: int = 1) -> PreTrainedModel:
         return load_target(
             self.target,
             dtype=self.target_dtype,
             adapter=self.target_adapter,
             attn_implementation=self.target_attn_implementation,
+            tp_size=tp_size,
             **self._source(),
         )
 

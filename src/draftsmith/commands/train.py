@@ -33,10 +33,11 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
+        target_args.check_placement(args.target_tp)
         tokenizer = target_args.load_tokenizer()
         with args.main_process_first(desc="data preparation"):
             data = prepare_datasets(data_args, tokenizer)
-        target = target_args.load()
+        target = target_args.load(tp_size=args.target_tp)
         draft = make_draft(draft_args, data_args, target, data)
         trainer = Eagle3Trainer(
             draft,

@@ -45,6 +45,17 @@ class Eagle3TrainingArguments(TrainingArguments):
     )
 
     # The target
+    target_tp: int = field(
+        default=1,
+        metadata={
+            "help": "Neighbouring ranks that hold one target together, sharded by tensor parallelism, for a target "
+            "larger than one GPU; 1: the whole target on every rank. Ranks keep batches of their own either way."
+        },
+    )
+    compile_target: bool = field(
+        default=False,
+        metadata={"help": "Compile the target's layers by `torch.compile`: a faster forward after the first batches."},
+    )
     keep_target_states: bool = field(
         default=False,
         metadata={
@@ -93,6 +104,7 @@ class Eagle3TrainingArguments(TrainingArguments):
             raise ValueError(
                 "`keep_target_states` needs `per_device_train_batch_size=1`: batches change with every epoch."
             )
+        _refuse_uneven_groups(self)
         recompute = self.gradient_checkpointing_kwargs
         if isinstance(recompute, dict) and recompute.get("use_reentrant"):
             raise ValueError(
@@ -115,6 +127,14 @@ class Eagle3TrainingArguments(TrainingArguments):
         self.accelerator_config.dispatch_batches = False  # type: ignore[union-attr]
         if self.deepspeed_plugin is not None:
             _complete(self.deepspeed_plugin.deepspeed_config, self.max_grad_norm)
+
+
+def _refuse_uneven_groups(args: Eagle3TrainingArguments) -> None:
+    if args.target_tp < 1 or args.world_size % args.target_tp:
+        raise ValueError(
+            f"`target_tp` is {args.target_tp}, which does not divide the {args.world_size} processes of this launch: "
+            f"start a multiple of it (`torchrun --nproc_per_node`), or pass a divisor."
+        )
 
 
 def _complete(deepspeed_config: dict[str, Any], max_grad_norm: float) -> None:

@@ -64,7 +64,14 @@ class Eagle3Trainer(FaultTolerantTrainer):
                 f"The target's head has {len(target.head_weight)} rows, its embedding {model.config.vocab_size}: make "
                 "the draft head with a `draft_vocab_size` of at most the former."
             )
+        if target.tp_size != args.target_tp:
+            raise ValueError(
+                f"`target_tp` is {args.target_tp}, but the target is held by {target.tp_size} ranks together: load it "
+                "with `draftsmith.target.load_target(.., tp_size=args.target_tp)`."
+            )
         self.target = target
+        if args.compile_target:
+            target.compile_layers()
         for parameter in model.parameters():
             if parameter.requires_grad:  # fp32 masters, however the head was loaded
                 parameter.data = parameter.data.float()
@@ -136,6 +143,8 @@ class Eagle3Trainer(FaultTolerantTrainer):
         key = tuple(tensor.cpu().numpy().tobytes() for tensor in tensors.values())
         if key not in self._kept_states:
             self._kept_states[key] = self.target(**tensors).to("cpu")
+        else:
+            self.target.take_part()
         return self._kept_states[key].to(self.args.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -191,7 +200,8 @@ class Eagle3Trainer(FaultTolerantTrainer):
             f"The last batch had {rows} x {tokens} tokens, {supervised} of them supervised, and `ttt_steps` is "
             f"{self.args.ttt_steps}. What lowers memory, cheapest first: `gradient_checkpointing=True`, a lower "
             "`per_device_train_batch_size` with more `gradient_accumulation_steps`, a shorter `max_length` or "
-            "`row_length` of the data, a smaller `draft_vocab_size`, DeepSpeed ZeRO with offload (`deepspeed=`)."
+            "`row_length` of the data, a smaller `draft_vocab_size`, a target in shards (`target_tp`), DeepSpeed ZeRO "
+            "with offload (`deepspeed=`)."
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
