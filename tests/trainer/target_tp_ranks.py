@@ -97,6 +97,8 @@ def main(output_dir: Path) -> None:
             results["whole run"] = train(path, output_dir / "saved", tp_size=2, **SAVING | options)
             results["resumed run"] = resume(path, output_dir / "saved", **SAVING | options)
     save_results(results, output_dir)
+    dist.barrier()  # no rank leaves while another still talks to it
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
