@@ -115,11 +115,16 @@ def extra_gib(call: Callable[[], list[torch.Tensor]], device: torch.device) -> f
     return (peak - sum(tensor.numel() * tensor.element_size() for tensor in results)) / GIB
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def release_memory(device: torch.device) -> None:
     """Also raises here, and not inside the next measurement, when the device is beyond repair."""
     gc.collect()
+    synchronize(device)
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 
 

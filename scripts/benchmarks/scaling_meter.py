@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 from transformers import TrainerCallback
 
-from .common import GIB
+from .common import GIB, synchronize
 
 
 Interval = tuple[float, float]
@@ -49,7 +49,7 @@ class Meter(TrainerCallback):
             self.marks.append(self._mark())
         if step < self.last:
             return
-        self._wait()
+        synchronize(self.device)
         if step == self.last:
             self._read_peaks()
             self.profiler.start()
@@ -64,10 +64,6 @@ class Meter(TrainerCallback):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _read_peaks(self) -> None:
         if self.device.type == "cuda":

@@ -10,6 +10,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from .common import synchronize
 from .train_contenders import Contender
 
 
@@ -40,7 +41,7 @@ def print_profile(title: str, contender: Contender, device: torch.device) -> Non
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with profile(activities=activities, record_shapes=True) as recorded:
         contender.run()
-        _synchronize(device)
+        synchronize(device)
     events = recorded.key_averages(group_by_input_shape=True)
     kernels = _kernels(events, on_device=device.type == "cuda")
     busy_ms = sum(total for _, total in kernels.values())
@@ -57,17 +58,12 @@ def print_profile(title: str, contender: Contender, device: torch.device) -> Non
 
 def _wall_ms(call: Callable[[], Any], device: torch.device, repeats: int = 3) -> float:
     """Unprofiled, one behind the other."""
-    _synchronize(device)
+    synchronize(device)
     started = time.perf_counter()
     for _ in range(repeats):
         call()
-    _synchronize(device)
+    synchronize(device)
     return 1000 * (time.perf_counter() - started) / repeats
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _kernels(events: Iterable[Any], on_device: bool) -> dict[str, tuple[int, float]]:

@@ -20,7 +20,9 @@ class CompiledForwards:
     def __init__(self, modules: Iterable[nn.Module]):
         uncompiled = torch.compiler.disable(block_sparse_flash_attention_forward)
         AttentionInterface.register(ATTENTION_NAME, uncompiled)
-        self._compiled = [(module, _compiled_forward(module)) for module in modules]
+        self._compiled: list[tuple[Any, Any]] = [
+            (module, torch.compile(module.forward, dynamic=True)) for module in modules
+        ]
         self._originals: list[Any] = []
         self._forgiving = torch._dynamo.config.patch(suppress_errors=True)
 
@@ -37,7 +39,3 @@ class CompiledForwards:
                 del module.forward
             else:  # of accelerate, which moves inputs between devices
                 module.forward = original
-
-
-def _compiled_forward(module: nn.Module) -> Any:
-    return torch.compile(module.forward, dynamic=True)

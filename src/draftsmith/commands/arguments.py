@@ -37,6 +37,8 @@ class TargetArguments:
 
     def check_placement(self, tp_size: int) -> None:
         """Raise what `load` would raise for `tp_size`, from the config alone."""
+        if tp_size == 1:
+            return
         config = AutoConfig.from_pretrained(self.target, **self._source())
         check_placement(config, tp_size, adapter=self.target_adapter, gguf_file=self.target_gguf_file)
 

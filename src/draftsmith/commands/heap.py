@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from ..models.eagle3 import Eagle3DraftModel
 from ..planning import GIB
+from .prepare import written_whole
 
 
 MARK = "phase: "  # sets our marks apart from the profiler's other events
@@ -125,9 +126,8 @@ def draw(heaps: Mapping[str, Heap], phases: list[str], title: str, path: Path) -
         axes.legend(loc="upper left", fontsize=9)
     all_axes[-1].set_xticks([place + 0.5 for place in range(len(phases))], labels, rotation=60)
     all_axes[-1].set_xlabel("every allocation and release in program order; backward begins at the thick line")
-    unfinished = path.with_name(f".{path.name}")
-    figure.savefig(unfinished, dpi=120)
-    unfinished.replace(path)
+    with written_whole(path) as unfinished:
+        figure.savefig(unfinished, dpi=120)
 
 
 def _curve(heap: Heap, phases: list[str]) -> tuple[list[float], list[int]]:

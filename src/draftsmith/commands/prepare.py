@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -40,13 +41,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _write_parquet(dataset: Dataset, path: Path) -> None:
-    unfinished = path.with_name(f".{path.name}")
-    dataset.to_parquet(str(unfinished))
-    os.replace(unfinished, path)
+    with written_whole(path) as unfinished:
+        dataset.to_parquet(str(unfinished))
 
 
 def write_json(value: object, path: Path) -> None:
-    """Write whole or not at all."""
+    with written_whole(path) as unfinished:
+        unfinished.write_text(json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Another name to write to: `path` appears once all is written, or not at all."""
     unfinished = path.with_name(f".{path.name}")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n")
+    yield unfinished
     os.replace(unfinished, path)

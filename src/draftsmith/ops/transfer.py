@@ -1,13 +1,32 @@
 """Between host and device, without one waiting for the other."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 
-_host_copies = WeakTensorKeyDictionary()  # device tensor -> (its version, the same values on the host)
+class ValuePerTensor:
+    """What is worked out of a tensor once, as long as it lives unchanged."""
+
+    def __init__(self) -> None:
+        self._kept = WeakTensorKeyDictionary()  # tensor -> (its version, the value)
+
+    def get(self, tensor: Tensor) -> Any:
+        """None if there is no value, or one of what the tensor held before."""
+        if tensor.is_inference():  # such tensors do not count their changes
+            return None
+        version, value = self._kept.get(tensor, (None, None))
+        return value if version == tensor._version else None
+
+    def put(self, tensor: Tensor, value: Any) -> None:
+        if not tensor.is_inference():
+            self._kept[tensor] = tensor._version, value
+
+
+_host_copies = ValuePerTensor()  # of device tensors
 
 
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -15,23 +34,21 @@ def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = 
 
     From memory that is not pinned, the copy of more than 64 KiB would make the host wait for all of that work first.
     """
+    tensor = tensor.to(dtype or tensor.dtype)
     if tensor.is_cpu and device.type == "cuda" and tensor.numel() > 0:
-        tensor = tensor.to(dtype or tensor.dtype).pin_memory()
-    return tensor.to(device, dtype or tensor.dtype, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def remember_on_host(tensor: Tensor, values: Tensor) -> None:
     """Spare `on_host` from waiting for the device: `values` are those of `tensor`, as long as it is not changed."""
-    if not tensor.is_cpu and not tensor.is_inference():  # inference tensors do not count their changes
-        _host_copies[tensor] = tensor._version, values
+    if not tensor.is_cpu:
+        _host_copies.put(tensor, values)
 
 
 def known_on_host(tensor: Tensor) -> Tensor | None:
     """The values of `tensor` on the host, if no waiting is needed for them."""
-    if tensor.is_cpu:
-        return tensor
-    version, values = _host_copies.get(tensor, (None, None))
-    return values if not tensor.is_inference() and version == tensor._version else None
+    return tensor if tensor.is_cpu else _host_copies.get(tensor)
 
 
 def derived(function: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

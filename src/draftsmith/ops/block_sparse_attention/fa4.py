@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..selection import put_rows
-from ..transfer import on_host, to_device
+from ..transfer import ValuePerTensor, on_host, to_device
 from .layout import Layout
 
 
@@ -30,7 +29,7 @@ class Segments(NamedTuple):
     padding: Tensor | None  # [B, T] bool; None where there is none
 
 
-_segments_of = WeakTensorKeyDictionary()  # document_ids -> (version, Segments)
+_segments_of = ValuePerTensor()  # of document_ids
 
 
 def refuses(query: Tensor, layout: Layout, window: int | None) -> str | None:
@@ -164,12 +163,10 @@ def _segments(layout: Layout) -> Segments | None:
     ids = layout.document_ids
     if ids is None:
         return None
-    if ids.is_inference():  # such tensors do not count their changes
-        return _read_segments(ids)
-    version, segments = _segments_of.get(ids, (None, None))
-    if version != ids._version:
+    segments = _segments_of.get(ids)
+    if segments is None:
         segments = _read_segments(ids)
-        _segments_of[ids] = ids._version, segments
+        _segments_of.put(ids, segments)
     return segments
 
 

@@ -163,9 +163,10 @@ def _stream(
     chunks = pairs.chunks(chunk_size)
     capacity = max(chunk.stacked.stop - chunk.stacked.start for chunk in chunks)
     head = LinearHead(weight, None, dtype=dtype, capacity=capacity, needs_weight_grad=needs[-1])
-    order = to_device(pairs.stacking(chunks), weight.device)
+    stacking = pairs.stacking(chunks)
+    order = to_device(stacking, weight.device)
     entries = to_device(pairs.entries, weight.device)[order]
-    students = to_device(pairs.students(chunks), weight.device)
+    students = to_device(pairs.students(chunks, stacking), weight.device)
     factor = coefficient[order] if any(needs) else None
     grads = [_room_for(state, overwrite) if needed else None for state, needed in zip(states, needs, strict=False)]
     results = []

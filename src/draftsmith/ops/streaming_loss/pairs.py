@@ -66,9 +66,8 @@ class DraftPairs:
         numbers = torch.arange(len(self.entries)).split(self.sizes)
         return torch.cat([step[rows] for chunk in chunks for step, rows in zip(numbers, chunk.states, strict=True)])
 
-    def students(self, chunks: Sequence[Chunk]) -> Tensor:
+    def students(self, chunks: Sequence[Chunk], order: Tensor) -> Tensor:  # the `stacking` of the chunks
         """[|R_0|, K], where in its chunk's stacked rows the state is that an entry teaches at a step; -1 for none."""
-        order = self.stacking(chunks)
         places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))  # [P]
         starts = torch.tensor([chunk.stacked.start for chunk in chunks])
         sizes = torch.tensor([chunk.stacked.stop - chunk.stacked.start for chunk in chunks])
