@@ -148,9 +148,11 @@ def products(case: Case, row_sets: list[Tensor]) -> Iterator[tuple[int, int, int
     width, mlp = config.hidden_size, config.intermediate_size
     queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     yield case.length, config.num_aux_hidden_states * width, width, 2
+    yield first, width, queries, 3  # of the embeddings, once for all steps
+    yield from [(case.length, width, keys, 3)] * 2
     for step, rows in enumerate(map(len, row_sets)):
-        yield rows, 2 * width, queries, 3
-        yield from [(case.length if step == 0 else rows, 2 * width, keys, 3)] * 2
+        yield rows, width, queries, 3
+        yield from [(case.length if step == 0 else rows, width, keys, 3)] * 2
         yield rows, queries, width, 3
         yield from [(rows, width, mlp, 3)] * 2
         yield rows, mlp, width, 3

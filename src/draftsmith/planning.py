@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 GIB = 2**30
 USABLE = 0.94  # of a GPU: the rest goes to the context, to libraries and to fragmentation
 GRANULE = 1024  # tokens
-RECOMPUTED_ROWS = 16384  # rows of the MLP at a time, `modeling_eagle3.RECOMPUTED_ROWS`
+RECOMPUTED_ROWS = 8192  # rows of the MLP at a time, `unroll_eagle3.RECOMPUTED_ROWS`
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def _trained_state(head: HeadShape, setup: Setup) -> dict[str, float]:
 def _kept_per_row(head: HeadShape, *, recompute: bool) -> int:
     """Elements that a step keeps of each of its rows until its backward."""
     hidden, attended, keys = head.hidden_size, head.num_heads * head.head_dim, 2 * head.num_kv_heads * head.head_dim
-    # The selected input, the keys and values, attention's result, the layer's output and its norm.
-    kept = 3 * hidden + keys + attended
+    # The selected input, the keys and values, attention's result, the layer's normed output.
+    kept = 2 * hidden + keys + attended
     if recompute:
         return kept
-    # Both norms side by side, the query, the MLP's input and its norm, gate and up.
+    # The input's norm, the query, the MLP's input and its norm, gate and up, the output.
     return kept + 4 * hidden + attended + 2 * head.intermediate_size
 
 
@@ -121,8 +121,16 @@ def _unroll_bytes(head: HeadShape, setup: Setup) -> float:
     idle = head.hidden_size + keys
     if not setup.recompute:
         per_row += keys * sum(max(0, step - 1) for step in range(setup.ttt_steps))  # earlier ones, for each later step
-        idle += 2 * head.hidden_size
-    return 2 * (setup.rows * per_row + (setup.tokens - setup.rows) * idle)
+        idle += head.hidden_size
+    kept = setup.rows * per_row + (setup.tokens - setup.rows) * idle
+    if not setup.recompute:
+        kept += (setup.tokens + setup.rows) * head.hidden_size  # normed embeddings
+    return 2 * (kept + _projected_embeddings(head, setup))
+
+
+def _projected_embeddings(head: HeadShape, setup: Setup) -> float:
+    """Elements of what embeddings add to the queries of supervised rows, and to all keys and values."""
+    return setup.rows * head.num_heads * head.head_dim + setup.tokens * 2 * head.num_kv_heads * head.head_dim
 
 
 def _loss_bytes(target: TargetShape, head: HeadShape, setup: Setup) -> dict[str, float]:
@@ -136,11 +144,14 @@ def _loss_bytes(target: TargetShape, head: HeadShape, setup: Setup) -> dict[str,
 
 
 def _layer_backward(head: HeadShape, setup: Setup) -> float:
-    """Gradients that the backward of one step's MLP has at a time, with recompute its activations too."""
+    """Gradients that the backward of one step's MLP has at a time, with recompute its activations too.
+
+    Beside them lie those that all steps add to: of step-0 keys, in fp32, and of the embeddings' projections.
+    """
     rows = min(setup.rows, RECOMPUTED_ROWS) if setup.recompute else setup.rows
     widths = head.intermediate_size * (6 if setup.recompute else 4) + 3 * head.hidden_size
     keys = 2 * head.num_kv_heads * head.head_dim
-    return 2 * rows * widths + 4 * setup.tokens * keys  # the step-0 keys' gradients are fp32
+    return 2 * rows * widths + 4 * setup.tokens * keys + 2 * _projected_embeddings(head, setup)
 
 
 def longest_context(

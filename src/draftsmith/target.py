@@ -176,8 +176,8 @@ class FrozenTarget:
         if document_ids is None:
             document_ids = _documents_of(input_ids, position_ids)
         if self._shards is None:
-            return self._forward(input_ids, document_ids)
-        return self._shards.run(self._forward, input_ids, document_ids)
+            return self._training_forward(input_ids, document_ids)
+        return self._shards.run(self._training_forward, input_ids, document_ids)
 
     @property
     def tp_size(self) -> int:
@@ -187,13 +187,17 @@ class FrozenTarget:
     def take_part(self) -> None:
         """On a rank that needs no states now: help the others that hold the target to theirs."""
         if self._shards is not None:
-            self._shards.run(self._forward)
+            self._shards.run(self._training_forward)
+
+    def _training_forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> TargetStates:
+        with self._compiled:  # checks run without: the target's own logits are not of compiled layers
+            return self._forward(input_ids, document_ids)
 
     @torch.no_grad()  # not inference_mode: the draft's `fc(aux)` must be able to save these for its backward
     def _forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> TargetStates:
         captured: dict[int, torch.Tensor] = {}
         served_precision = torch.autocast(input_ids.device.type, enabled=False)
-        with served_precision, self._compiled, captured_outputs(self.layers, self.aux_layer_ids, captured):
+        with served_precision, captured_outputs(self.layers, self.aux_layer_ids, captured):
             output = self.decoder(input_ids=input_ids, use_cache=False, **self._documents_as_inputs(document_ids))
         last = output.last_hidden_state
         aux = torch.cat([captured[i].to(last.device) for i in self.aux_layer_ids], dim=-1)

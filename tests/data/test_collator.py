@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate.utils import send_to_device
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from draftsmith.data import DraftCollator
 
@@ -90,6 +91,17 @@ def test_row_sets_of_random_batches(seed):
 def test_rows_without_supervision_are_fine():
     batch = DraftCollator(ttt_steps=2)([row([0, 0, 0])])
     assert [found.tolist() for found in batch["row_sets"]] == [[], []] and not batch["loss_mask"].any()
+
+
+def test_row_sets_stay_as_they_are_on_their_way_to_a_gpu(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, *device: pinned.append(tensor) or tensor.clone())
+    batch = DraftCollator(ttt_steps=3)([row([0, 1, 1, 1])])
+    arrived = send_to_device(pin_memory(batch), torch.device("meta"))
+    assert arrived["input_ids"].is_meta
+    assert [rows.tolist() for rows in arrived["row_sets"]] == [rows.tolist() for rows in batch["row_sets"]]
+    assert arrived["row_sets"].document_ids is batch["row_sets"].document_ids
+    assert len(pinned) == len(batch) - 1 + 3
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])

@@ -6,7 +6,7 @@ from transformers import DynamicCache, GptOssConfig, LlamaConfig, Qwen3Config
 
 from draftsmith import Eagle3DraftConfig, Eagle3DraftModel
 from draftsmith.alignment import row_sets
-from draftsmith.models.eagle3 import modeling_eagle3
+from draftsmith.models.eagle3 import unroll_eagle3
 from draftsmith.ops.block_sparse_attention import sdpa
 
 from .plain_unroll import plain_loss
@@ -273,10 +273,32 @@ def test_nothing_supervised_gives_zero_loss_and_gradients():
     assert all(parameter.grad is not None for parameter in model.parameters())  # or DDP would wait for ever
 
 
+class Adapted(torch.nn.Module):
+    """A projection that is given both of its inputs at once, as adapters need it."""
+
+    def __init__(self, projection):
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, inputs):
+        return torch.nn.functional.linear(inputs, self.projection.weight, self.projection.bias)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_projection_of_another_class_is_given_both_inputs(share):
+    model = make_model(attention_bias=True)
+    batch = make_batch(model, 2, 15, share=share)
+    plain = gradients(model, model(**batch, ttt_steps=3).loss)
+    for name in ("q_proj", "v_proj"):
+        setattr(model.midlayer.self_attn, name, Adapted(getattr(model.midlayer.self_attn, name)))
+    adapted = gradients(model, model(**batch, ttt_steps=3).loss)
+    assert_same({name.replace("projection.", ""): gradient for name, gradient in adapted.items()}, plain)
+
+
 @pytest.mark.parametrize("ttt_steps", [1, 2, 7, 8])
 @pytest.mark.parametrize("attention", ["block_sparse_flash", "eager"])
 def test_recompute_equals_no_recompute(ttt_steps, attention, monkeypatch):
-    monkeypatch.setattr(modeling_eagle3, "RECOMPUTED_ROWS", 7)
+    monkeypatch.setattr(unroll_eagle3, "RECOMPUTED_ROWS", 7)
     model = make_model(norm_output=True)
     model.set_attn_implementation(attention)
     batch = make_batch(model, 2, 15)

@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from draftsmith.ops import pointwise_triton
 from draftsmith.ops.block_sparse_attention import merge_triton
 from draftsmith.ops.block_sparse_attention import triton as engine
 from draftsmith.ops.block_sparse_attention.layout import Layout
@@ -69,7 +70,7 @@ def compile_only(monkeypatched: type[JITFunction]) -> dict[str, Any]:
 
 
 def call(dtype: torch.dtype, head_dim: int) -> None:
-    """Forward and backward of the last step of an unroll, with documents and sinks; and of other engines' merge."""
+    """Forward and backward of an unroll's last step, with documents and sinks; other engines' merge; all else."""
     query = torch.empty(1, 8, LENGTH, head_dim, dtype=dtype)
     key = value = torch.empty(1, 2, LENGTH, head_dim, dtype=dtype)
     diagonals, sinks = [key] * DIAGONALS, torch.empty(8)
@@ -79,6 +80,9 @@ def call(dtype: torch.dtype, head_dim: int) -> None:
         out, query, key, value, diagonals, diagonals, sinks, out, lse, layout, window=None, scale=1.0, key_dtype=dtype
     )
     merge_triton.merge_forward(out, lse, query, diagonals, diagonals, sinks, layout.padding, 1.0)
+    pointwise_triton.swiglu(query, query, query)
+    pointwise_triton.swiglu_backward(query, query, query, query, query)
+    pointwise_triton.rotate(query[0], query[0, 0], query[0, 0], query[0], backward=True)
     logits, rows = torch.empty(7, 32_000, dtype=dtype), torch.zeros(7, dtype=torch.long)
     losses.cross_entropy_rows(logits, rows, torch.empty(7), softcap=30.0)
     losses.teacher_rows(

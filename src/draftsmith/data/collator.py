@@ -14,15 +14,20 @@ from .documents import turns_from_mask
 PADDING = {"input_ids": 0, "loss_mask": 0, "turn_ids": -1, "position_ids": 0, "document_ids": -1}
 
 
-class RowSets(Sequence[torch.Tensor]):
+class RowSets:
     """K ascending int64 index tensors, and the `document_ids` of their batch.
 
-    Neither a list nor a tensor, so that they stay on the CPU when a batch moves: their lengths are read there, and
-    reading them from a device would wait for all it has been given to do.
+    No `Sequence`, of which a data loader would make a list, and accelerate move that: they stay on the CPU when a
+    batch moves. Their lengths are read there, and reading them from a device would wait for all it has been given to
+    do.
     """
 
     def __init__(self, rows: Sequence[torch.Tensor], document_ids: torch.Tensor):
         self._rows, self.document_ids = list(rows), document_ids
+
+    def pin_memory(self) -> "RowSets":
+        """What a data loader does to a batch, so that copies to a GPU need not wait."""
+        return RowSets([rows.pin_memory() for rows in self._rows], self.document_ids)
 
     def __len__(self) -> int:
         return len(self._rows)

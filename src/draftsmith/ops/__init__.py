@@ -1,7 +1,7 @@
 """Mathematics of draft-head training: tensors in, tensors out."""
 
 from .block_sparse_attention import KeptResult, block_sparse_flash_attention, share_keys
-from .pointwise import fused, swiglu
+from .pointwise import rotated, swiglu
 from .recompute import made_again
 from .selection import select_rows
 from .streaming_loss import OBJECTIVES, DraftLossSums, streaming_cross_entropy, streaming_draft_loss
@@ -12,8 +12,8 @@ __all__ = [
     "DraftLossSums",
     "KeptResult",
     "block_sparse_flash_attention",
-    "fused",
     "made_again",
+    "rotated",
     "select_rows",
     "share_keys",
     "streaming_cross_entropy",

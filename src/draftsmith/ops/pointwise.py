@@ -1,37 +1,89 @@
 """What is left between matrix products, as one kernel each way on CUDA."""
 
 import functools
+import importlib
 import importlib.util
-from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
-def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`function` of tensors, compiled on CUDA for all lengths at once; `TORCH_COMPILE_DISABLE=1` leaves it as it is.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-    The compiled backward recomputes what it can from the inputs, so that these are all that is kept for it.
-    """
 
-    @functools.cache
-    def compiled() -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=True)
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of two tensors of one shape and dtype; keeps nothing but these for its backward."""
+    kernels = _kernels(gate)
+    return F.silu(gate) * up if kernels is None else _SwiGLU.apply(gate, up, kernels)
 
-    @functools.wraps(function)
-    def call(*tensors: Tensor) -> Tensor:
-        return compiled()(*tensors) if _can_compile(tensors[0].device.type) else function(*tensors)
 
-    return call
+def rotated(
+    states: Tensor,  # [B, S, heads, d], as a projection leaves them
+    cos: Tensor,  # [B, S, d]
+    sin: Tensor,
+) -> Tensor:
+    """Rotary embedding; keeps nothing but the tables for its backward, which give no gradient."""
+    kernels = _kernels(states)
+    if kernels is not None:
+        return _Rotated.apply(states, cos, sin, kernels)
+    low, high = states.chunk(2, dim=-1)
+    return states * cos[:, :, None] + torch.cat([-high, low], dim=-1) * sin[:, :, None]
+
+
+def _kernels(tensor: Tensor) -> ModuleType | None:
+    served = tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and _triton_is_installed()
+    return importlib.import_module(".pointwise_triton", __package__) if served else None
 
 
 @functools.cache
-def _can_compile(device_type: str) -> bool:
-    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
-@fused
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up"""
-    return F.silu(gate) * up
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kernels: ModuleType) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        ctx.kernels = kernels
+        product = torch.empty_like(gate)
+        with torch.cuda.device_of(gate):
+            kernels.swiglu(gate, up, product)
+        return product
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
+        with torch.cuda.device_of(gate):
+            ctx.kernels.swiglu_backward(grad.contiguous(), gate, up, grad_gate, grad_up)
+        return grad_gate, grad_up, None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, cos: Tensor, sin: Tensor, kernels: ModuleType) -> Tensor:
+        cos, sin = (table.expand(states.shape[0], -1, -1).flatten(0, 1).contiguous() for table in (cos, sin))
+        ctx.save_for_backward(cos, sin)
+        ctx.kernels = kernels
+        return _rotate(states, cos, sin, kernels, backward=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, sin, ctx.kernels, backward=True), None, None, None
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor, kernels: ModuleType, *, backward: bool) -> Tensor:
+    """[B, S, heads, d] by tables [B * S, d]"""
+    lines = states if states.stride(-1) == 1 else states.contiguous()
+    out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    with torch.cuda.device_of(states):
+        kernels.rotate(lines.flatten(0, 1), cos, sin, out.flatten(0, 1), backward=backward)
+    return out

@@ -19,10 +19,9 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
     LlamaRotaryEmbedding,
     eager_attention_forward,
-    rotate_half,
 )
 
-from ...ops import KeptResult, fused, made_again, select_rows, share_keys, swiglu
+from ...ops import KeptResult, made_again, rotated, select_rows, share_keys, swiglu
 
 
 # Rotated keys and values of one step, each [B, Hkv, S, d]; of step 0 `SharedKeys`, where our attention reads them.
@@ -89,13 +88,19 @@ def served_rope_frequencies(config: Any) -> tuple[torch.Tensor, float]:
     return ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=served_length)
 
 
-@fused
-def rotated(
-    states: torch.Tensor,  # [B, S, heads, d], as a projection leaves them
-    cos: torch.Tensor,  # [B, S, d]
-    sin: torch.Tensor,
-) -> torch.Tensor:
-    return states * cos[:, :, None] + rotate_half(states) * sin[:, :, None]
+class Eagle3InputLinear(nn.Linear):
+    """A projection of `[embedding ; recurrent state]`, of both at once or of one after the other."""
+
+    def forward(self, inputs: torch.Tensor, embedded: torch.Tensor | None = None) -> torch.Tensor:
+        """Of both, `[..., 2H]`; of embeddings `[..., H]` alone; or of states `[..., H]`, added in place to theirs."""
+        if inputs.shape[-1] == self.in_features:
+            return super().forward(inputs)
+        of_embeddings, of_states = self.weight.chunk(2, dim=1)
+        if embedded is None:
+            return F.linear(inputs, of_embeddings, self.bias)
+        rows = inputs.flatten(0, -2).to(embedded.dtype)  # autocast knows nothing of products in place
+        total = embedded.flatten(0, -2).addmm_(rows, of_states.to(embedded.dtype).t())
+        return total.view(*inputs.shape[:-1], self.out_features)
 
 
 class Eagle3Attention(nn.Module):
@@ -109,14 +114,30 @@ class Eagle3Attention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
         width, bias = config.hidden_size, config.attention_bias
-        self.q_proj = nn.Linear(2 * width, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.q_proj = Eagle3InputLinear(2 * width, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = Eagle3InputLinear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = Eagle3InputLinear(2 * width, config.num_key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, width, bias=bias)
+
+    def embedded(self, embeddings: torch.Tensor, query_rows: torch.Tensor | None) -> list[torch.Tensor]:
+        """What normed embeddings `[..., S, H]` add to queries `[..., Q, Hq * d]`, keys and values `[..., S, Hkv * d]`.
+
+        A projection that is not ours, such as one with an adapter, needs both inputs at once: for it, themselves.
+        """
+        of_queries = embeddings if query_rows is None else select_rows(embeddings, query_rows, dim=-2)
+        return [
+            projection(states) if isinstance(projection, Eagle3InputLinear) else states
+            for projection, states in (
+                (self.q_proj, of_queries),
+                (self.k_proj, embeddings),
+                (self.v_proj, embeddings),
+            )
+        ]
 
     def forward(
         self,
-        hidden_states: torch.Tensor,  # [B, S, 2H]
+        embedded: list[torch.Tensor],  # of query, key and value; overwritten
+        hidden_states: torch.Tensor,  # [B, S, H]
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         query_rows: torch.Tensor | None,
         earlier_keys: list[StepKeys],
@@ -127,11 +148,12 @@ class Eagle3Attention(nn.Module):
         """Attended rows `[B, Q, Hq * d]`, before the output projection, and this step's keys and values."""
         query_states = hidden_states if query_rows is None else select_rows(hidden_states, query_rows, dim=1)
         query, key, value = (
-            projection(states).unflatten(-1, (-1, self.head_dim))  # [B, S, heads, d]
-            for projection, states in (
-                (self.q_proj, query_states),
-                (self.k_proj, hidden_states),
-                (self.v_proj, hidden_states),
+            _projected(*part).unflatten(-1, (-1, self.head_dim))  # [B, S, heads, d]
+            for part in zip(
+                (self.q_proj, self.k_proj, self.v_proj),
+                (query_states, hidden_states, hidden_states),
+                embedded,
+                strict=True,
             )
         )
         cos, sin = position_embeddings
@@ -168,6 +190,12 @@ class Eagle3Attention(nn.Module):
         return attend(key, value, mask)[0]
 
 
+def _projected(projection: nn.Module, states: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    if isinstance(projection, Eagle3InputLinear):
+        return projection(states, embedded)
+    return projection(torch.cat([embedded.view_as(states), states], dim=-1))
+
+
 class Eagle3DecoderLayer(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
@@ -180,13 +208,24 @@ class Eagle3DecoderLayer(nn.Module):
         self.gradient_checkpointing = False  # transformers sets it
 
     def forward(self, embed: Callable[[], torch.Tensor], hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Output `[B, S, H]` and `StepKeys` of all rows; arguments as of `attend`."""
-        attended, *own_keys = self.attend(embed, hidden_states, *args, **kwargs)
+        """Output `[B, S, H]` and `StepKeys` of all rows; arguments as of `embedded` and `attend`."""
+        attended, *own_keys = self.attend(self.embedded(embed), hidden_states, *args, **kwargs)
         return self.finish(hidden_states, attended), *own_keys
+
+    def embedded(
+        self,
+        embed: Callable[[], torch.Tensor],  # makes [..., S, H], now and again in backward: cheaper than keeping them
+        query_rows: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """What the embeddings add to queries, keys and values."""
+        embeddings = embed()
+        with made_again(embeddings, embed, enabled=not self.gradient_checkpointing):
+            normed = self.input_layernorm(embeddings)
+        return self.self_attn.embedded(normed, query_rows)
 
     def attend(
         self,
-        embed: Callable[[], torch.Tensor],  # makes [B, S, H], now and again in backward: cheaper than keeping them
+        embedded: list[torch.Tensor],  # as `embedded` returns it; overwritten
         hidden_states: torch.Tensor,  # [B, S, H]
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         query_rows: torch.Tensor | None = None,
@@ -196,13 +235,10 @@ class Eagle3DecoderLayer(nn.Module):
         kept_result: KeptResult | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """The layer up to attention: attended rows `[B, Q, Hq * d]`, and the `StepKeys` of all rows."""
-        inputs_embeds = embed()
-        with made_again(inputs_embeds, embed, enabled=not self.gradient_checkpointing):
-            normed_embeds = self.input_layernorm(inputs_embeds)
-        attention_input = torch.cat([normed_embeds, self.hidden_norm(hidden_states)], dim=-1)
         attended, own_keys = self.self_attn(
-            attention_input, position_embeddings, query_rows, list(earlier_keys), cache, visibility or {}, kept_result
-        )
+            embedded, self.hidden_norm(hidden_states), position_embeddings, query_rows, list(earlier_keys), cache,
+            visibility or {}, kept_result,
+        )  # fmt: skip
         return attended, *own_keys
 
     def finish(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ vocabulary, Hkv key heads, d head width, R_k the supervised rows of step k, N = 
 """
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,17 +15,14 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ... import alignment
-from ...ops import DraftLossSums, KeptResult, select_rows, streaming_draft_loss
+from ...ops import DraftLossSums, streaming_draft_loss
 from ...ops.transfer import derived, to_device
 from .checkpoint_eagle3 import Eagle3PreTrainedModel
-from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding, StepKeys
+from .layers_eagle3 import Eagle3DecoderLayer, Eagle3Head, Eagle3RMSNorm, Eagle3RotaryEmbedding
+from .unroll_eagle3 import unroll
 
 
 logger = logging.getLogger(__name__)
-
-EarlierKeys = tuple[StepKeys, torch.Tensor | None]  # of a step, and which of its rows are wanted: None for all
-
-RECOMPUTED_ROWS = 16384  # of the MLP at a time: its activations are five times as wide as the layer's
 
 
 @dataclass
@@ -178,7 +174,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             num_items_in_batch = num_documents if num_items_in_batch is None else num_items_in_batch
         elif loss_normalization != "token":
             raise ValueError(f"`loss_normalization` is {loss_normalization!r}: pass 'token' or 'sequence'.")
-        states = self._unroll(tokens, aux_hidden_states.flatten(0, 1), documents, position_ids.flatten(), row_sets)
+        states = unroll(self, tokens, aux_hidden_states.flatten(0, 1), documents, position_ids.flatten(), row_sets)
         loss = partial(
             streaming_draft_loss,
             teacher_states=teacher_hidden_states.to(states[0].dtype),
@@ -206,95 +202,3 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
                 f"`row_sets` has {len(row_sets)} steps but `ttt_steps` is {ttt_steps}: collate with that many."
             )
         return row_sets[:ttt_steps]
-
-    def _unroll(self, tokens, aux_hidden_states, documents, positions, row_sets) -> list[torch.Tensor]:
-        """Normed outputs `[|R_k|, H]` of the K steps.
-
-        At step 0 every row gives a key and a value, but only R_0 queries. Later a row sees nothing but its document's
-        step-0 keys and its own later keys, so step k computes R_k alone.
-        """
-        window = self.config.sliding_window
-        hidden_states = self.fuse(aux_hidden_states)[None]  # [1, N, H]
-        computed_rows = torch.arange(len(tokens), device=tokens.device)
-        step_keys: list[StepKeys] = []
-        normed_outputs: list[torch.Tensor] = []
-        for step, rows in enumerate(row_sets):
-            if step > 0:
-                hidden_states = select_rows(hidden_states, torch.searchsorted(row_sets[step - 1], rows), dim=1)
-                computed_rows = rows
-            hidden_states, *own_keys = self._layer(
-                tokens[None, (computed_rows + 1 + step).clamp(max=len(tokens) - 1)],
-                hidden_states,
-                positions[None, computed_rows] + step,
-                rows if step == 0 else None,
-                _visible_keys(step_keys, row_sets, step, window),
-                {
-                    "document_ids": documents,
-                    "query_positions": rows[None],
-                    "sliding_window": None
-                    if window is None
-                    else window - step,  # it counts from the query's own position
-                },
-            )
-            step_keys.append(tuple(own_keys))
-            normed_outputs.append(self.norm(hidden_states)[0])
-            if self.config.norm_output:
-                hidden_states = normed_outputs[-1][None]
-        return normed_outputs
-
-    def _layer(
-        self, next_tokens: torch.Tensor, hidden_states: torch.Tensor, positions: torch.Tensor,
-        query_rows: torch.Tensor | None, *args: Any,
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """The decoder layer; arguments as of `_attend`.
-
-        With gradient checkpointing a step keeps its input, its keys, and attention's result, so that attention is not
-        computed again.
-        """
-        recomputed = self.gradient_checkpointing and self.training
-        run: Callable = self._gradient_checkpointing_func if recomputed else _call
-        kept_result = KeptResult() if recomputed else None
-        attended, *own_keys = run(self._attend, next_tokens, hidden_states, positions, query_rows, *args, kept_result)
-        if query_rows is not None:
-            hidden_states = select_rows(hidden_states, query_rows, dim=1)
-        if not recomputed:
-            return self.midlayer.finish(hidden_states, attended), *own_keys
-        parts = zip(hidden_states.split(RECOMPUTED_ROWS, dim=1), attended.split(RECOMPUTED_ROWS, dim=1), strict=True)
-        return torch.cat([run(self.midlayer.finish, *part) for part in parts], dim=1), *own_keys
-
-    def _attend(
-        self,
-        next_tokens: torch.Tensor,  # [1, S]
-        hidden_states: torch.Tensor,  # [1, S, H]
-        positions: torch.Tensor,  # [1, S]
-        query_rows: torch.Tensor | None,
-        earlier_keys: list[EarlierKeys],
-        visibility: dict[str, Any],
-        kept_result: KeptResult | None,
-    ) -> tuple[torch.Tensor, ...]:
-        return self.midlayer.attend(
-            partial(self.embed, next_tokens), hidden_states, self.rotary_emb(hidden_states, positions),
-            query_rows, [_selected(*keys) for keys in earlier_keys], None, visibility, kept_result,
-        )  # fmt: skip
-
-
-def _call(function: Callable, *args: Any) -> Any:
-    return function(*args)
-
-
-def _visible_keys(
-    step_keys: list[StepKeys], row_sets: list[torch.Tensor], step: int, window: int | None
-) -> list[EarlierKeys]:
-    """Step-0 keys, then those of later steps with this step's rows among theirs; what no window reaches is dropped."""
-    visible: list[EarlierKeys] = [(keys, None) for keys in step_keys[:1]]
-    for earlier in range(1, step):
-        if window is None or step - earlier < window:
-            visible.append((step_keys[earlier], torch.searchsorted(row_sets[earlier], row_sets[step])))
-    return visible
-
-
-def _selected(step_keys: StepKeys, rows: torch.Tensor | None) -> StepKeys:
-    """Some rows of each `[B, Hkv, S, d]`, heads side by side in memory as projections leave them."""
-    if rows is None:
-        return step_keys
-    return tuple(select_rows(states.transpose(1, 2), rows, dim=1).transpose(1, 2) for states in step_keys)

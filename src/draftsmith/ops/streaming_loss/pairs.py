@@ -22,12 +22,16 @@ class DraftPairs:
     row_sets: Sequence[Tensor]  # K ascending [|R_k|]
 
     def __post_init__(self) -> None:
-        first = self.row_sets[0]
         for step, rows in enumerate(self.row_sets):
             if (rows.diff() <= 0).any():
                 raise ValueError(f"`row_sets[{step}]` must ascend strictly")
-            if not (torch.isin(rows, first) & torch.isin(rows + step, first)).all():
+            if not (self._in_first(rows) and self._in_first(rows + step)):
                 raise ValueError(f"`row_sets[0]` must hold t and t + {step} for every t in `row_sets[{step}]`")
+
+    def _in_first(self, rows: Tensor) -> bool:
+        first = self.row_sets[0]
+        places = torch.searchsorted(first, rows)
+        return len(rows) == 0 or (int(places[-1]) < len(first) and torch.equal(first[places], rows))
 
     @cached_property
     def sizes(self) -> list[int]:
