@@ -80,12 +80,12 @@ def plan(target: TargetShape, head: HeadShape, setup: Setup) -> Plan:
         "target states": states * (target.aux_states + 1),
     }
     unroll = {"unroll": _unroll_bytes(head, setup)}
-    if not setup.recompute:  # else they take the place of the normed outputs
-        unroll["state gradients"] = setup.rows * setup.ttt_steps * head.hidden_size * 2
+    gradients = {"head gradients": 4 * head.trained_parameters} if setup.zero_stage == 0 else {}
     phases: dict[str, dict[str, float]] = {
         "target forward": {"target activations": setup.tokens * target.layer_width * target.itemsize},
         "loss": unroll | _loss_bytes(target, head, setup),
-        "backward": unroll | {"layer backward": _layer_backward(head, setup)},
+        "MLP backward": unroll | gradients | {"of one step's MLP": _mlp_backward(head, setup)},
+        "attention backward": unroll | gradients | {"of one step's attention": _attention_backward(head, setup)},
     }
     return Plan(held, phases)
 
@@ -95,8 +95,7 @@ def _trained_state(head: HeadShape, setup: Setup) -> dict[str, float]:
     count, share = head.trained_parameters, 1 / setup.gpus
     frozen = 2 * head.frozen_parameters
     if setup.zero_stage == 0:
-        optimizer = {"head gradients": 4 * count, "optimizer": 8 * count}
-        return {"head weights": 4 * count + frozen, "bf16 copies of the head": 2 * count, **optimizer}
+        return {"head weights": 4 * count + frozen, "bf16 copies of the head": 2 * count, "optimizer": 8 * count}
     weights = 2 * count * (share if setup.zero_stage == 3 else 1)
     gradients = 2 * count * (share if setup.zero_stage >= 2 else 1)
     optimizer_bytes = 0 if setup.offload else 12 * count * share
@@ -136,22 +135,34 @@ def _projected_embeddings(head: HeadShape, setup: Setup) -> float:
 def _loss_bytes(target: TargetShape, head: HeadShape, setup: Setup) -> dict[str, float]:
     chunk = min(setup.chunk_size, max(setup.rows, 1))
     logits = chunk * (setup.ttt_steps * head.vocab_size + (target.vocab_size if setup.has_teacher else 0))
-    return {
+    parts: dict[str, float] = {
         "logits": 2 * logits,
         "head gradient in fp32": 4 * head.vocab_size * head.hidden_size,
         "teacher states": setup.rows * target.hidden_size * target.itemsize,
     }
+    if not setup.recompute:  # else they take the place of the normed outputs at once, which are gone when it ends
+        parts["state gradients"] = 2 * setup.rows * setup.ttt_steps * head.hidden_size
+    return parts
 
 
-def _layer_backward(head: HeadShape, setup: Setup) -> float:
-    """Gradients that the backward of one step's MLP has at a time, with recompute its activations too.
+def _mlp_backward(head: HeadShape, setup: Setup) -> float:
+    """Gradients that the backward of one step's MLP has at a time; with recompute its activations, of fewer rows."""
+    if setup.recompute:
+        return 2 * min(setup.rows, RECOMPUTED_ROWS) * (5 * head.intermediate_size + 3 * head.hidden_size)
+    return 2 * setup.rows * (3 * head.intermediate_size + 2 * head.hidden_size)
 
-    Beside them lie those that all steps add to: of step-0 keys, in fp32, and of the embeddings' projections.
+
+def _attention_backward(head: HeadShape, setup: Setup) -> float:
+    """What the backward of the last step's attention has at a time, beside what is kept; its MLP keeps nothing more.
+
+    Of width `attended`: the output's gradient, the query's in fp32 and twice in bf16, and three tensors spread over
+    all rows. Keys and values: the gradients of those of all steps and, with recompute, themselves.
     """
-    rows = min(setup.rows, RECOMPUTED_ROWS) if setup.recompute else setup.rows
-    widths = head.intermediate_size * (6 if setup.recompute else 4) + 3 * head.hidden_size
-    keys = 2 * head.num_kv_heads * head.head_dim
-    return 2 * rows * widths + 4 * setup.tokens * keys + 2 * _projected_embeddings(head, setup)
+    attended, keys = head.num_heads * head.head_dim, 2 * head.num_kv_heads * head.head_dim
+    widths = 8 * attended + setup.ttt_steps * keys
+    if setup.recompute:
+        return 2 * setup.rows * (widths + head.hidden_size + (setup.ttt_steps - 1) * keys)
+    return 2 * setup.rows * (widths - 2 * head.intermediate_size - 2 * head.hidden_size)
 
 
 def longest_context(

@@ -39,13 +39,13 @@ class Soak:
     longest: int
     steps: int
     window: int
-    late_compilations: int  # allowed after the first window
+    late_compilations: int  # allowed after the second window
     sizes: dict[str, int]
     draft_vocabulary: int
     ttt_steps: int
 
 
-CPU = Soak("cpu", 64, 60, 30, 0, {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}, 40, 3)
+CPU = Soak("cpu", 64, 90, 30, 0, {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48}, 40, 3)
 GPU = Soak("cuda", 8192, 500, 100, 8, {"vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 2816}, 8000, 4)
 
 
@@ -161,7 +161,7 @@ def test_soak(soak, tmp_path):
         trainer = make_soak_trainer(soak, tmp_path, watch)
         trainer.train()
     assert [sample["step"] for sample in watch.samples] == [*range(soak.window, soak.steps + 1, soak.window)]
-    settled, later = watch.samples[0], watch.samples[1:]
+    settled, later = watch.samples[1], watch.samples[2:]  # the very first step has no optimizer state yet
     for sample in later:
         assert sample["allocated"] - settled["allocated"] <= MAX_LEAK
         assert sample["peak"] <= 1.01 * settled["peak"]  # every window has the longest batch
