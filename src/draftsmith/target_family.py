@@ -141,7 +141,11 @@ def embedding_weight(model: PreTrainedModel) -> torch.Tensor:
             f"The input embedding is a {type(embedding).__name__}, whose matrix servers do not share with a draft "
             "head. Merge the adapter (`merge_and_unload()`) or leave `embed_tokens` unquantised."
         )
-    weight = embedding.weight
+    return whole(embedding.weight)
+
+
+def whole(weight: torch.Tensor) -> torch.Tensor:
+    """A weight that `target_tp` may have sharded; every rank that holds a part must ask for it."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 

@@ -23,9 +23,16 @@ def local_size(module) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def compare_states(path: str) -> dict:
+def first_weights(target: FrozenTarget) -> list[torch.Tensor]:
+    """Of a head that starts from a layer of the target."""
+    torch.manual_seed(0)
+    return list(Eagle3DraftModel.from_target(target.model, aux_layer_ids=AUX, init_from_layer=-1).parameters())
+
+
+def compare_states(directory: Path, family: str) -> dict:
     """Batches of another shape on every rank, packed and padded; then one rank has none; then no rank has any."""
     hooks = dict(vars(DistributedMixin))
+    path = str(directory / family)
     whole, sharded = (FrozenTarget(load_target(path, tp_size=size), AUX) for size in (1, 2))
     assert dict(vars(DistributedMixin)) == hooks  # as before loading
     rank, errors = dist.get_rank(), []
@@ -43,6 +50,7 @@ def compare_states(path: str) -> dict:
     sharded.take_part()
     return {
         "errors": errors,
+        "same_start": family != "llama" or all(map(torch.equal, first_weights(sharded), first_weights(whole))),
         "share": local_size(sharded.layers) / local_size(whole.layers),
         "ends_are_whole": torch.equal(sharded.head_weight, whole.head_weight)
         and torch.equal(sharded.embedding_weight, whole.embedding_weight),
@@ -82,7 +90,7 @@ def main(output_dir: Path) -> None:
     results: dict = {}
     for family in ("llama", "qwen3", "gpt_oss"):
         results[family] = [None] * dist.get_world_size()
-        dist.all_gather_object(results[family], compare_states(str(output_dir / family)))
+        dist.all_gather_object(results[family], compare_states(output_dir, family))
     path = str(output_dir / "target")
     modes = MODES if dist.get_world_size() == 2 else ("ddp", "zero2")
     for mode, tp_size in [("ddp", 1), *((mode, 2) for mode in modes)]:

@@ -31,7 +31,7 @@ def test_states_are_those_of_a_whole_target(results, family):
     for rank in results[family]:
         assert max(rank["errors"]) < 3e-6
         assert rank["share"] < 0.6  # of the layers' weights: gpt-oss keeps its attention whole
-        assert rank["ends_are_whole"]
+        assert rank["ends_are_whole"] and rank["same_start"]
 
 
 def test_training_equals_that_beside_a_whole_target(results):

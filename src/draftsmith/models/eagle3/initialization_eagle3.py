@@ -3,7 +3,7 @@
 import torch
 from transformers import PreTrainedModel
 
-from ...target_family import head_tensors, text_decoder
+from ...target_family import head_tensors, text_decoder, whole
 
 
 LAYER_PARAMETERS = {  # ours -> a Llama-shaped target layer's
@@ -48,7 +48,7 @@ def start_from_layer(model, target: PreTrainedModel, index: int) -> None:
                 f"`init_from_layer`: the target's layer has no `{theirs}` of shape {tuple(weight.shape)}; leave the "
                 "option out for a target that is not shaped like the head."
             )
-        weight.copy_(source[theirs])
+        weight.copy_(whole(source[theirs]))
     model.fc.weight.mul_(0.1)
     model.fc.weight[:, -width:] += torch.eye(width)
-    model.norm.weight.copy_(decoder.get_parameter("norm.weight"))
+    model.norm.weight.copy_(whole(decoder.get_parameter("norm.weight")))

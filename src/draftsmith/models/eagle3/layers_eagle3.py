@@ -45,7 +45,12 @@ class Eagle3MLP(LlamaMLP):
             return super().forward(hidden_states)
         gate, up = self.gate_proj(hidden_states), self.up_proj(hidden_states)
         product = swiglu(gate, up)
-        with made_again(product, lambda: swiglu(gate, up), enabled=not self.gradient_checkpointing):
+        with made_again(
+            product,
+            lambda: swiglu(gate, up),
+            parameters=self.down_proj.parameters(),
+            enabled=not self.gradient_checkpointing,
+        ):
             return self.down_proj(product)
 
 
