@@ -21,11 +21,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from make_demo_data import split
-from transformers import PreTrainedModel
+from transformers import BatchEncoding, PreTrainedModel
 
 from draftsmith import Eagle3DraftModel
 from draftsmith.commands import evaluate, parsing, train
 from draftsmith.commands.arguments import TargetArguments
+from draftsmith.commands.evaluation_report import Result
+from draftsmith.data import read_prompts, render_prompts
+from draftsmith.speculative import Acceptance, measure_acceptance
 
 
 ROOT = Path(__file__).parents[1]
@@ -95,25 +98,26 @@ def write_split(output_dir: Path) -> tuple[Path, Path]:
     return paths["train"], paths["held_out"]
 
 
-def decode_held_out(
-    target_flags: list[str], output_dir: Path, held_out: Path, num_draft_tokens: int
-) -> evaluate.DecodingResult:
+def decode_held_out(target_flags: list[str], output_dir: Path, held_out: Path, num_draft_tokens: int) -> Acceptance:
     """Speculative decoding in fp32, where rounding cannot break ties, checked against plain greedy decoding."""
     flags = [*target_flags, "--draft", str(output_dir / "head"), "--prompts", str(held_out)]
     flags += ["--num_draft_tokens", str(num_draft_tokens), "--max_new_tokens", "128", "--batch_size", "20"]
     target_args, args = parsing.parse((TargetArguments, evaluate.EvaluateArguments), flags)
     target, tokenizer = target_args.load().float(), target_args.load_tokenizer()
     draft = Eagle3DraftModel.from_pretrained(args.draft, target=target, dtype=torch.float32)
-    prompts = evaluate.read_prompts(args.prompts)
+    batch = render_prompts(tokenizer, [prompt.content for prompt in read_prompts(args.prompts)], {})
 
     with count_verified_rows(target) as verified:
-        result, answers = evaluate.decode(target, draft, tokenizer, prompts, args)
-    print(result.table())
-    print(f"drafted {result.drafted}, accepted {sum(result.accepted_per_position)}, in {result.rounds} verifications")
+        result, answers = measure_acceptance(
+            target, draft, [batch], num_draft_tokens=num_draft_tokens, max_new_tokens=args.max_new_tokens
+        )
+    print(Result(num_draft_tokens, 0.0, {held_out.stem: result}, {}, None).table())
+    rounds = sum(result.rounds)
+    print(f"drafted {rounds * num_draft_tokens}, accepted {sum(result.accepted)}, in {rounds} verifications")
     measured = (result.new_tokens - result.prompts) / verified.rows
     print(f"tokens per verification, counted at the target: {measured:.3f}; reported: {result.acceptance_length:.3f}")
 
-    plain = plain_greedy(target, tokenizer, prompts, args)
+    plain = plain_greedy(target, batch, args.max_new_tokens)
     same = sum(ours == theirs for ours, theirs in zip(answers, plain, strict=True))
     print(f"identical to the target's own greedy output: {same} of {len(plain)}")
     if same < len(plain) or abs(measured - result.acceptance_length) > 1e-9:
@@ -140,11 +144,10 @@ class count_verified_rows:
         self.handle.remove()
 
 
-def plain_greedy(target, tokenizer, prompts, args) -> list[list[int]]:
+def plain_greedy(target: PreTrainedModel, batch: BatchEncoding, max_new_tokens: int) -> list[list[int]]:
     """The target by itself, with transformers' own attention and decoding loop."""
     target.set_attn_implementation("sdpa")
-    batch = evaluate.render(tokenizer, prompts, {})
-    output = target.generate(**batch, do_sample=False, max_new_tokens=args.max_new_tokens)
+    output = target.generate(**batch, do_sample=False, max_new_tokens=max_new_tokens)
     return output[:, batch["input_ids"].shape[1] :].tolist()
 
 

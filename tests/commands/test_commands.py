@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from draftsmith import Eagle3DraftModel
 from draftsmith.commands import evaluate, prepare, train
 from draftsmith.commands.parsing import UsageError
+from draftsmith.data import render_prompts
 from tests.data.common import CHATML, build_tokenizer, chat
 
 
@@ -97,24 +98,46 @@ def test_terminated_run_saves_its_checkpoint_alone_and_exits_as_terminated(tmp_p
 def test_evaluation_counts_and_reports(tmp_path, flags, target_dir, capsys):
     train.main([*flags, "--output_dir", str(tmp_path / "head")])
     output = tmp_path / "result.json"
-    result = evaluate.main(
-        [
-            *(
-                "--target",
-                str(target_dir),
-                "--draft",
-                str(tmp_path / "head"),
-                "--prompts",
-                str(tmp_path / "chats.jsonl"),
-            ),
-            *("--num_prompts", "5", "--batch_size", "2", "--num_draft_tokens", "3", "--max_new_tokens", "12"),
-            *("--output", str(output)),
-        ]
-    )
-    assert result.prompts == 5 and result.drafted % 3 == 0
-    assert result.new_tokens == result.prompts + result.rounds + sum(result.accepted_per_position)
-    assert f"acceptance length {result.acceptance_length:.3f}" in capsys.readouterr().out
-    assert json.loads(output.read_text())["accepted_per_position"] == result.accepted_per_position
+    report = evaluate.main([
+        *("--target", str(target_dir), "--draft", str(tmp_path / "head"), "--prompts", str(tmp_path / "chats.jsonl")),
+        *("--num_prompts", "5", "--batch_size", "2", "--num_draft_tokens", "3", "2", "--max_new_tokens", "12"),
+        *("--temperature", "0", "0.7", "--length_buckets", "16", "64", "--plain", "true", "--output", str(output)),
+    ])  # fmt: skip
+    assert [(result.num_draft_tokens, result.temperature) for result in report.results] == [
+        (3, 0.0), (3, 0.7), (2, 0.0), (2, 0.7),
+    ]  # fmt: skip
+    printed, written = capsys.readouterr().out, json.loads(output.read_text())
+    for result, saved in zip(report.results, written["results"], strict=True):
+        total = result.total
+        assert total.prompts == 5 == len(total.rounds) and list(result.categories) == ["chats"]
+        assert total.new_tokens == total.prompts + sum(total.rounds) + sum(total.accepted)
+        assert sum(total.accepted) == sum(total.accepted_per_position)
+        assert sum(counts.prompts for counts in result.lengths.values()) == 5
+        assert f"acceptance length {total.acceptance_length:.3f}" in printed and result.table() in printed
+        assert saved["total"]["accepted_per_position"] == total.accepted_per_position
+        assert saved["plain_tokens_per_second"] > 0
+    assert output.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert report.results[0].table() in output.with_suffix(".md").read_text()
+
+
+def test_the_best_head_may_be_the_one_that_decodes_best(tmp_path, flags):
+    decode = ["--eval_prompts", str(tmp_path / "chats.jsonl"), "--eval_num_prompts", "3", "--eval_max_new_tokens", "8"]
+    steps = ["--eval_strategy", "steps", "--eval_steps", "2", "--save_steps", "2", "--load_best_model_at_end", "true"]
+    best = ["--metric_for_best_model", "eval_decoded_acceptance_length"]
+    trainer = train.main([*flags, *decode, *steps, *best, "--output_dir", str(tmp_path / "decoded")])
+    found = [log["eval_decoded_acceptance_length"] for log in trainer.state.log_history if "eval_loss" in log]
+    assert all(1.0 <= value <= 1.0 + trainer.args.ttt_steps for value in found)
+    assert trainer.state.best_metric == max(found[:-1])  # the last one is of the best head once more
+    train.main([*flags, *steps, "--output_dir", str(tmp_path / "plain"), "--metric_for_best_model", "eval_loss"])
+    checkpoints = [tmp_path / name / "checkpoint-2" for name in ("decoded", "plain")]
+    ours, truth = map(weights, checkpoints)  # decoding leaves training as it is
+    assert all(torch.equal(value, truth[name]) for name, value in ours.items())
+
+
+def test_decoding_in_training_needs_an_evaluation_set(tmp_path, flags):
+    with pytest.raises(UsageError, match="`eval_prompts`.*`eval_dataset`"):
+        prompts = ["--eval_prompts", str(tmp_path / "chats.jsonl")]
+        train.main([*flags, *prompts, "--eval_fraction", "0", "--output_dir", str(tmp_path / "head")])
 
 
 def test_prepared_data_trains_to_the_same_weights(tmp_path, flags, target_dir):
@@ -182,16 +205,30 @@ def test_half_written_checkpoints_are_passed_over(tmp_path):
 def test_mixed_prompts_get_special_tokens_by_their_own_kind():
     tokenizer = build_tokenizer(CHATML)
     text, messages = "Hello there", [{"role": "user", "content": "Hello"}]
-    alone = [evaluate.render(tokenizer, [prompt], {})["input_ids"][0].tolist() for prompt in (text, messages)]
-    together = evaluate.render(tokenizer, [messages, text], {})
+    alone = [render_prompts(tokenizer, [prompt], {})["input_ids"][0].tolist() for prompt in (text, messages)]
+    together = render_prompts(tokenizer, [messages, text], {})
     for row, ids in zip((1, 0), alone, strict=True):
         assert together["input_ids"][row][together["attention_mask"][row].bool()].tolist() == ids
 
 
-@pytest.mark.parametrize("flag", ["--batch_size", "--num_draft_tokens", "--max_new_tokens"])
-def test_evaluation_refuses_impossible_numbers_before_it_loads(flag):
-    with pytest.raises(UsageError, match=flag.removeprefix("--")):
-        evaluate.main(["--target", "x/y", "--draft", "x/z", "--prompts", "p.jsonl", flag, "0"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--batch_size", "0"],
+        ["--num_draft_tokens", "3", "0"],
+        ["--max_new_tokens", "0"],
+        ["--temperature", "-1"],
+        ["--temperature", "nan"],
+        ["--num_prompts", "0"],
+        ["--engine", "tgi"],
+        ["--engine", "vllm", "--num_draft_tokens", "3", "5"],
+        ["--engine", "openai", "--launch", "true"],
+        ["--output", "result.md"],
+    ],
+)
+def test_evaluation_refuses_impossible_settings_before_it_loads(flags):
+    with pytest.raises(UsageError, match=(flags[2] if len(flags) > 3 else flags[0]).removeprefix("--")):
+        evaluate.main(["--target", "x/y", "--draft", "x/z", "--prompts", "p.jsonl", *flags])
 
 
 def test_missing_directories_are_named():

@@ -18,7 +18,7 @@ def assert_equal_one_process(results, output_dir, tolerance, weight_tolerance):
         for mode in MODES:
             two = results[mode, case]
             assert two["loss"] == pytest.approx(logged(one, "loss"), rel=tolerance)
-            for name in ("eval_loss", "eval_acceptance_length"):
+            for name in ("eval_loss", "eval_acceptance_length", "eval_decoded_acceptance_length"):
                 assert two["metrics"][name] == pytest.approx(metrics[name], rel=tolerance)
             assert_equal_weights(two["weights"], weights_of(one), weight_tolerance)
             assert (two["head_numel"] == 0) == (mode == "zero3")  # empty outside its forward

@@ -9,6 +9,7 @@ import torch
 
 from draftsmith import Eagle3DraftModel
 from draftsmith.models.eagle3 import modeling_eagle3
+from draftsmith.trainer.decoding import DecodedAcceptance
 
 from .common import make_rows, make_target, make_trainer
 from .ranks import MODES, launch_options, result_of, save_results
@@ -25,7 +26,7 @@ RESUMED_MODES = ("zero1", "zero2", "zero3")
 
 def make_case_trainer(output_dir, case: str, *, ranks: int = 1, **options):
     supervised = CASES[case]
-    return make_trainer(
+    trainer = make_trainer(
         output_dir,
         make_rows([max(70, answer + 9) for answer in supervised], supervised=supervised),
         eval_rows=make_rows([6, 31, 14]),
@@ -35,6 +36,15 @@ def make_case_trainer(output_dir, case: str, *, ranks: int = 1, **options):
         max_steps=2,
         **options,
     )
+    trainer._decoded = decoded(trainer.args)
+    return trainer
+
+
+def decoded(args) -> DecodedAcceptance:
+    """Three prompts of unequal lengths, which two ranks cannot share evenly."""
+    prompts = [row["input_ids"] for row in make_rows([5, 9, 7], seed=1)]
+    ranks = {"rank": args.process_index, "world_size": args.world_size}
+    return DecodedAcceptance(prompts, num_draft_tokens=3, max_new_tokens=8, batch_size=2, **ranks)
 
 
 def make_resumed_trainer(output_dir, *, ranks: int = 1, **options):

@@ -1,21 +1,21 @@
 """`draftsmith evaluate`: decode prompts with the head and the target, and count what the target accepts."""
 
-import time
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
-from ..data import read_prompts
-from ..models.eagle3 import Eagle3DraftModel
-from ..speculative import acceptance_length, speculative_generate
+from ..data import PRESETS, LabelledPrompt, prompt_ids, read_prompts
+from ..serving.servers import ENGINES, Server, ServerError, launch_command, launched
 from .arguments import TargetArguments, check_local_path
-from .parsing import parse, usage_errors
-from .prepare import write_json
+from .evaluation_engines import Engine, ServerEngine, TransformersEngine
+from .evaluation_report import Group, Report, write_report
+from .parsing import UsageError, parse, usage_errors
 
 
 @dataclass
@@ -25,120 +25,145 @@ class EvaluateArguments:
     draft: str = field(metadata={"help": "The head: a directory or Hub id."})
     prompts: list[str] = field(
         metadata={
-            "help": "Prompts: JSON Lines, JSON or Parquet files, or Hub ids, with `messages`, `conversations` or "
-            "`prompt`. Of a conversation everything before its last answer is the prompt."
+            "help": f"Prompts: presets ({', '.join(PRESETS)}; `<preset>=<file>` for a local copy), JSON Lines, JSON "
+            "or Parquet files, or Hub ids, with `messages`, `conversations` or `prompt`, and maybe `category`. Of a "
+            "conversation, everything before its last answer is the prompt."
         }
     )
     split: str = field(default="test", metadata={"help": "Split of Hub datasets."})
-    num_prompts: int | None = field(default=None, metadata={"help": "Decode only so many prompts."})
-    num_draft_tokens: int = field(default=5, metadata={"help": "Tokens drafted per verification."})
+    num_prompts: int | None = field(default=None, metadata={"help": "Decode only so many prompts of each category."})
+    num_draft_tokens: list[int] = field(
+        default_factory=lambda: [5], metadata={"help": "Tokens drafted per verification; several are tried in turn."}
+    )
+    temperature: list[float] = field(
+        default_factory=lambda: [0.0], metadata={"help": "0 is greedy; several are tried in turn."}
+    )
     max_new_tokens: int = field(default=256, metadata={"help": "New tokens per prompt."})
-    temperature: float = field(default=0.0, metadata={"help": "0 is greedy."})
+    length_buckets: list[int] = field(
+        default_factory=list,
+        metadata={"help": "Count by prompt length too, up to so many tokens: 2048 8192 16384 32768."},
+    )
     batch_size: int = field(default=8, metadata={"help": "Prompts decoded together."})
+    plain: bool = field(
+        default=False, metadata={"help": "Decode without the head too, for the tokens per second (engine `hf`)."}
+    )
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict, metadata={"help": "Arguments of the template."})
     seed: int = field(default=42, metadata={"help": "Seed of sampled decoding."})
-    output: str | None = field(default=None, metadata={"help": "JSON file for the result."})
+    output: str | None = field(
+        default=None, metadata={"help": "JSON file for the result; a table (.md) and a plot (.png) go beside it."}
+    )
+
+    # Servers
+    engine: str = field(
+        default="hf", metadata={"help": f"Who decodes: `hf`, here, or a server: {', '.join(ENGINES)}."}
+    )
+    base_url: str = field(default="http://localhost:8000", metadata={"help": "The server's address."})
+    launch: bool = field(
+        default=False, metadata={"help": "Start the server (vllm, sglang) with the head, and end it afterwards."}
+    )
+    server_python: str = field(
+        default=sys.executable, metadata={"help": "The Python in whose environment the launched server is installed."}
+    )
 
     def __post_init__(self) -> None:
-        check_local_path("draft", self.draft)
-        for name in ("batch_size", "num_draft_tokens", "max_new_tokens"):
+        if self.engine not in ("hf", *ENGINES):
+            raise ValueError(f"`engine` is {self.engine!r}: pass one of hf, {', '.join(ENGINES)}.")
+        if self.engine == "hf" or self.launch:
+            check_local_path("draft", self.draft)
+        for name in ("batch_size", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: pass at least 1.")
-        if self.temperature < 0:
-            raise ValueError(f"`temperature` is {self.temperature}: pass 0 for greedy decoding or a positive number.")
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ValueError(f"`num_prompts` is {self.num_prompts}: pass at least 1, or leave it out for all.")
+        for name, least in (("num_draft_tokens", 1), ("length_buckets", 1), ("temperature", 0)):
+            if wrong := [value for value in getattr(self, name) if not least <= value < math.inf]:
+                raise ValueError(f"`{name}` has {wrong[0]}: pass at least {least}.")
+        if not self.num_draft_tokens or not self.temperature:
+            raise ValueError("`num_draft_tokens` and `temperature` need a value each.")
+        if self.engine != "hf" and not self.launch and len(self.num_draft_tokens) > 1:
+            raise ValueError(
+                f"`num_draft_tokens` is {self.num_draft_tokens}, but a running server drafts as many as it was "
+                "started for: pass that number, or `launch` one after the other."
+            )
+        if self.launch and self.engine not in ("vllm", "sglang"):
+            raise ValueError(f"`launch` starts vllm or sglang, not {self.engine!r}.")
+        if self.plain and self.engine != "hf":
+            raise ValueError("`plain` is for `engine` hf: start a server without a head to time it.")
         if self.output is not None and not Path(self.output).parent.is_dir():
             raise ValueError(f"`output`: the directory of {self.output} does not exist.")
+        if self.output is not None and Path(self.output).suffix in (".md", ".png"):
+            raise ValueError(f"`output` is {self.output}: name the JSON file, beside which those are written.")
 
 
-@dataclass
-class DecodingResult:
-    """Counts of one evaluation; `accepted_per_position[j]` rounds accepted their first j + 1 drafts."""
-
-    prompts: int
-    new_tokens: int
-    drafted: int
-    accepted_per_position: list[int]
-    seconds: float
-
-    @property
-    def rounds(self) -> int:
-        return self.drafted // len(self.accepted_per_position)
-
-    @property
-    def acceptance_length(self) -> float:
-        return acceptance_length(torch.tensor(self.drafted), torch.tensor(self.accepted_per_position))
-
-    def table(self) -> str:
-        """Markdown: drafted and accepted counts and acceptance by position."""
-        lines = ["| position | drafted | accepted | rate |", "|---|---|---|---|"]
-        for position, accepted in enumerate(self.accepted_per_position, start=1):
-            lines.append(f"| {position} | {self.rounds} | {accepted} | {accepted / max(self.rounds, 1):.3f} |")
-        return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> DecodingResult:
+def main(argv: Sequence[str] | None = None) -> Report:
     target_args, args = parse((TargetArguments, EvaluateArguments), argv)
-    set_seed(args.seed)
     with usage_errors():
-        prompts = read_prompts(args.prompts, split=args.split)[: args.num_prompts]
-        tokenizer, target = target_args.load_tokenizer(), target_args.load()
-        if torch.cuda.is_available() and target.device.type == "cpu":
-            target.to("cuda")
-        draft = Eagle3DraftModel.from_pretrained(args.draft, target=target, dtype=target.dtype).to(target.device)
-    result, _ = decode(target, draft, tokenizer, prompts, args)
-    print(result.table())
-    print(
-        f"acceptance length {result.acceptance_length:.3f} in {result.rounds} verifications, {result.prompts} prompts"
-    )
+        prompts = read_prompts(args.prompts, split=args.split)
+        tokenizer = target_args.load_tokenizer()
+        groups = grouped(prompts, tokenizer, args)
+    report = Report(settings={**asdict(args), "target": target_args.target})
+    with _as_usage_error():
+        for engine, num_draft_tokens in engines(target_args, args, tokenizer):
+            for temperature in args.temperature:
+                set_seed(args.seed)
+                counts = [engine.decode(group.ids, num_draft_tokens, temperature, group.name) for group in groups]
+                plain = (
+                    engine.plain([ids for group in groups for ids in group.ids], temperature) if args.plain else None
+                )
+                report.add(num_draft_tokens, temperature, groups, counts, plain)
+                print(report.results[-1].table())
+                print(report.results[-1].summary(), flush=True)
     if args.output is not None:
-        report = {**asdict(result), "acceptance_length": result.acceptance_length, "settings": asdict(args)}
-        write_json(report, Path(args.output))
-    return result
+        write_report(report, Path(args.output))
+    return report
 
 
-def decode(
-    target: PreTrainedModel,
-    draft: Eagle3DraftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: list[list[dict[str, Any]] | str],
-    args: EvaluateArguments,
-) -> tuple[DecodingResult, list[list[int]]]:
-    """Counts over all prompts, and the new ids of each up to its first padding."""
-    counts = torch.zeros(args.num_draft_tokens, dtype=torch.int64)
-    drafted, answers, start = 0, [], time.perf_counter()
-    for first in tqdm(range(0, len(prompts), args.batch_size), desc="decoding", unit="batch"):
-        batch = render(tokenizer, prompts[first : first + args.batch_size], args.chat_template_kwargs).to(
-            target.device
-        )
-        sequences, batch_drafted, accepted = speculative_generate(
-            target,
-            draft,
-            batch["input_ids"],
-            attention_mask=batch["attention_mask"],
-            num_draft_tokens=args.num_draft_tokens,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-        )
-        drafted += int(batch_drafted.sum())
-        counts += accepted.cpu()
-        answers += sequences[:, batch["input_ids"].shape[1] :].tolist()
-    seconds = time.perf_counter() - start
-    # A row's new tokens are its prompt's first one, one per round, and the accepted drafts.
-    new_tokens = len(prompts) + drafted // args.num_draft_tokens + int(counts.sum())
-    return DecodingResult(len(prompts), new_tokens, drafted, counts.tolist(), seconds), answers
-
-
-def render(
-    tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, Any]] | str], template_kwargs: dict[str, Any]
-):
-    """Left-padded ids and mask of prompts as a server renders them; a string is a plain completion prompt."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    ids = []
+def grouped(prompts: Sequence[LabelledPrompt], tokenizer: Any, args: EvaluateArguments) -> list[Group]:
+    """The prompts' ids by category and, with `length_buckets`, by length; both in their order."""
+    groups: dict[tuple[str, int | None], Group] = {}
+    taken: dict[str, int] = {}
     for prompt in prompts:
-        if isinstance(prompt, str):
-            ids.append(tokenizer(prompt)["input_ids"])
-        else:  # a rendered chat already has its special tokens
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_kwargs)
-            ids.append(tokenizer(text, add_special_tokens=False)["input_ids"])
-    return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+        taken[prompt.category] = taken.get(prompt.category, 0) + 1
+        if args.num_prompts is not None and taken[prompt.category] > args.num_prompts:
+            continue
+        ids = prompt_ids(tokenizer, prompt.content, args.chat_template_kwargs)
+        bucket = None
+        if args.length_buckets:
+            longest = max(args.length_buckets)
+            if len(ids) > longest:
+                raise ValueError(
+                    f"`length_buckets` end at {longest}, but a prompt of {prompt.category} has {len(ids)}."
+                )
+            bucket = min(length for length in args.length_buckets if len(ids) <= length)
+        groups.setdefault((prompt.category, bucket), Group(prompt.category, bucket)).ids.append(ids)
+    return list(groups.values())
+
+
+def engines(target_args: TargetArguments, args: EvaluateArguments, tokenizer: Any) -> Iterator[tuple[Engine, int]]:
+    """Who decodes, with each number of draft tokens."""
+    if args.engine == "hf":
+        with usage_errors():
+            engine = TransformersEngine.load(target_args, args, tokenizer)
+        for num_draft_tokens in args.num_draft_tokens:
+            yield engine, num_draft_tokens
+        return
+    server = Server(args.engine, args.base_url)
+    for num_draft_tokens in args.num_draft_tokens:
+        if not args.launch:
+            yield ServerEngine(server, args), num_draft_tokens
+            continue
+        port = int(server.base_url.rpartition(":")[2])
+        command = launch_command(
+            args.engine, target_args.target, args.draft, num_draft_tokens, port=port, python=args.server_python
+        )
+        print("starting", " ".join(command), flush=True)
+        with launched(command, server.base_url):
+            yield ServerEngine(server, args), num_draft_tokens
+
+
+@contextmanager
+def _as_usage_error() -> Iterator[None]:
+    try:
+        yield
+    except ServerError as error:
+        raise UsageError(str(error)) from error

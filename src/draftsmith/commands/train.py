@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             train_dataset=data.train,
             eval_dataset=data.evaluation,
             processing_class=tokenizer,
+            chat_template_kwargs=data_args.chat_template_kwargs,
             callbacks=list(callbacks),
         )
     try:

@@ -3,7 +3,7 @@
 from .arguments import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
 from .collator import DraftCollator
 from .packing import pack_dataset
-from .prompts import read_prompts
+from .prompts import PRESETS, LabelledPrompt, Prompt, prompt_ids, read_prompts, render_prompts
 from .vocabulary import (
     build_vocabulary_map,
     check_vocabulary_map,
@@ -16,9 +16,12 @@ from .vocabulary import (
 
 
 __all__ = [
+    "PRESETS",
     "DataArguments",
     "DraftCollator",
+    "LabelledPrompt",
     "PreparedData",
+    "Prompt",
     "build_vocabulary_map",
     "check_vocabulary_map",
     "count_tokens",
@@ -28,6 +31,8 @@ __all__ = [
     "load_vocabulary_map",
     "pack_dataset",
     "prepare_datasets",
+    "prompt_ids",
     "read_prompts",
+    "render_prompts",
     "save_vocabulary_map",
 ]

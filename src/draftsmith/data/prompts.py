@@ -1,39 +1,116 @@
-"""Prompts to decode, read from the same kinds of rows that are trained on."""
+"""Prompts to decode: rows of the kinds that are trained on, or well-known sets by name."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from datasets import Dataset
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from .encoding import parse_json_row
 from .formats import RowError, read_messages
-from .loading import load_sources
+from .loading import Source, load_sources
 
 
 Prompt = list[dict[str, Any]] | str  # messages, or text for a completions endpoint
 
 
-def read_prompts(datasets: Sequence[str | Dataset], *, config: str | None = None, split: str = "test") -> list[Prompt]:
+@dataclass(frozen=True)
+class LabelledPrompt:
+    content: Prompt
+    category: str  # of the row's own, or the name of what it was read from
+
+
+class Preset(NamedTuple):
+    """A set on the Hub, as its authors published it: `column` is what the user says, in one turn."""
+
+    path: str
+    config: str | None
+    split: str
+    column: str
+
+
+PRESETS = {
+    "mt_bench": Preset("HuggingFaceH4/mt_bench_prompts", None, "train", "prompt"),  # the first of two turns
+    "gsm8k": Preset("openai/gsm8k", "main", "test", "question"),
+    "humaneval": Preset("openai/openai_humaneval", None, "test", "prompt"),
+    "math500": Preset("HuggingFaceH4/MATH-500", None, "test", "problem"),
+}
+
+
+def read_prompts(
+    datasets: Sequence[str | Dataset], *, config: str | None = None, split: str = "test"
+) -> list[LabelledPrompt]:
     """The prompts of rows with `messages`, `conversations` or `prompt`; of a conversation, all before its last answer.
 
     Args:
-        datasets, config, split: as in [`loading.load_sources`].
+        datasets: as in [`loading.load_sources`], or names of `PRESETS`; `<preset>=<file>` reads a local copy of one.
+        config, split: of Hub datasets that are no presets.
 
     Raises:
         ValueError: a row that holds no prompt, named with its file and row.
     """
-    prompts = []
-    for source in load_sources(datasets, config=config, split=split):
-        for index, row in enumerate(source.rows):
-            if source.is_json and not row["text"].strip():
-                continue
-            try:
-                prompts.append(_prompt(parse_json_row(row["text"]) if source.is_json else row))
-            except RowError as error:
-                raise ValueError(f"{source.locate(index)}: {error}") from error
+    prompts: list[LabelledPrompt] = []
+    for dataset in datasets:
+        name, _, path = dataset.partition("=") if isinstance(dataset, str) else ("", "", "")
+        preset = PRESETS.get(name)
+        if preset is None:
+            sources = load_sources([dataset], config=config, split=split)
+        elif path:
+            sources = load_sources([path])
+        else:
+            sources = load_sources([preset.path], config=preset.config, split=preset.split)
+        for source in sources:
+            label = Path(source.name).stem if preset is None else name
+            prompts += _read_source(source, label, None if preset is None else preset.column)
     if not prompts:
         raise ValueError(f"`prompts`: {', '.join(map(str, datasets))} holds no row.")
     return prompts
+
+
+def _read_source(source: Source, label: str, column: str | None) -> list[LabelledPrompt]:
+    prompts = []
+    for index, row in enumerate(source.rows):
+        if source.is_json and not row["text"].strip():
+            continue
+        try:
+            values = parse_json_row(row["text"]) if source.is_json else row
+            content = _prompt(values) if column is None else _preset_prompt(values, column)
+        except RowError as error:
+            raise ValueError(f"{source.locate(index)}: {error}") from error
+        category = values.get("category")
+        prompts.append(LabelledPrompt(content, category if isinstance(category, str) and category else label))
+    return prompts
+
+
+def _preset_prompt(row: dict[str, Any], column: str) -> Prompt:
+    said = row.get(column)
+    said = said[0] if isinstance(said, list) and said else said  # of several turns
+    if not isinstance(said, str) or not said:
+        raise RowError(column, f"is missing or no text; the row has {', '.join(row)}")
+    return [{"role": "user", "content": said}]
+
+
+def render_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], template_kwargs: dict[str, Any]
+) -> BatchEncoding:
+    """`input_ids` and `attention_mask` [B, T], padded on the left, of prompts as a server renders them.
+
+    A string is a plain completion prompt.
+    """
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    ids = [prompt_ids(tokenizer, prompt, template_kwargs) for prompt in prompts]
+    return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: dict[str, Any]) -> list[int]:
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    # A rendered chat already has its special tokens.
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_kwargs)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:

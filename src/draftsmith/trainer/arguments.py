@@ -65,6 +65,20 @@ class Eagle3TrainingArguments(TrainingArguments):
         },
     )
 
+    # Evaluation
+    eval_prompts: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts to decode at every evaluation, as `draftsmith evaluate` takes them: their acceptance "
+            "length is `eval_decoded_acceptance_length`, also as `metric_for_best_model`."
+        },
+    )
+    eval_num_prompts: int = field(default=16, metadata={"help": "Decode only so many of them."})
+    eval_max_new_tokens: int = field(default=64, metadata={"help": "New tokens per decoded prompt."})
+    eval_num_draft_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens drafted per verification; default: `ttt_steps`."}
+    )
+
     # Faults
     max_nan_steps: int = field(
         default=10,
@@ -112,6 +126,9 @@ class Eagle3TrainingArguments(TrainingArguments):
             )
         if self.ttt_steps < 1:
             raise ValueError(f"`ttt_steps` is {self.ttt_steps}: the head needs at least one step.")
+        for name in ("eval_num_prompts", "eval_max_new_tokens", "eval_num_draft_tokens"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: pass at least 1.")
         if self.max_nan_steps < 1:
             raise ValueError(f"`max_nan_steps` is {self.max_nan_steps}: pass at least 1, which ends at the first.")
         if self.enable_jit_checkpoint:

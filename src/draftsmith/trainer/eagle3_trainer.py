@@ -12,12 +12,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from .. import alignment
-from ..data import DraftCollator
+from ..data import DraftCollator, prompt_ids, read_prompts
 from ..models.eagle3 import Eagle3DraftModel
 from ..ops.transfer import remember_on_host, to_device
 from ..target import FrozenTarget, TargetStates
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .checkpoints import UNFINISHED, explained_write_errors
+from .decoding import DecodedAcceptance
 from .faults import FaultTolerantTrainer
 from .metrics import MetricSums, draft_metrics
 
@@ -34,7 +35,8 @@ class Eagle3Trainer(FaultTolerantTrainer):
         args: [`Eagle3TrainingArguments`].
         train_dataset, eval_dataset: rows as `draftsmith prepare` makes them: `input_ids`, `loss_mask`, and optionally
             `turn_ids` and `document_lengths`.
-        processing_class: the target's tokenizer, saved beside checkpoints.
+        processing_class: the target's tokenizer, saved beside checkpoints; renders `eval_prompts`.
+        chat_template_kwargs: arguments of its template for them.
         kwargs: as for [`~transformers.Trainer`].
     """
 
@@ -49,9 +51,13 @@ class Eagle3Trainer(FaultTolerantTrainer):
         train_dataset: Dataset | None = None,
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
         refuse_unsupported_launches(args)
+        self._decoded = None
+        if args.eval_prompts is not None:
+            self._decoded = _decoded_acceptance(args, eval_dataset, processing_class, chat_template_kwargs or {})
         if isinstance(target, FrozenTarget):
             model.fit_to_target(target.model)
         else:
@@ -176,6 +182,9 @@ class Eagle3Trainer(FaultTolerantTrainer):
         items = sums["num_documents"] if self.args.loss_normalization == "sequence" else sums["rows"]
         loss = sum(self.args.ttt_step_loss_decay**step * total for step, total in enumerate(sums["loss"]))
         metrics = {"loss": loss / max(items[0], 1.0), **draft_metrics(sums)}
+        if self._decoded is not None:
+            head = self.accelerator.unwrap_model(self.model)
+            metrics["decoded_acceptance_length"] = self._decoded.measure(head, self.target).acceptance_length
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return output._replace(metrics={**(output.metrics or {}), **metrics})
 
@@ -220,6 +229,23 @@ class Eagle3Trainer(FaultTolerantTrainer):
 
     def _as_served(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.target.model.dtype) if tensor.is_floating_point() else tensor
+
+
+def _decoded_acceptance(
+    args: Eagle3TrainingArguments, eval_dataset: Any, tokenizer: Any, chat_template_kwargs: dict[str, Any]
+) -> DecodedAcceptance:
+    for name, value in (("eval_dataset", eval_dataset), ("processing_class", tokenizer)):
+        if value is None:
+            raise ValueError(f"`eval_prompts` are decoded when the model is evaluated, which needs `{name}`: pass it.")
+    prompts = read_prompts(args.eval_prompts or [])[: args.eval_num_prompts]
+    return DecodedAcceptance(
+        [prompt_ids(tokenizer, prompt.content, chat_template_kwargs) for prompt in prompts],
+        num_draft_tokens=args.eval_num_draft_tokens or args.ttt_steps,
+        max_new_tokens=args.eval_max_new_tokens,
+        batch_size=args.per_device_eval_batch_size,
+        rank=args.process_index,
+        world_size=args.world_size,
+    )
 
 
 class _EvenlySplit(Dataset):

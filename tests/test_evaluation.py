@@ -1,0 +1,231 @@
+"""What a target accepts: counts by prompt, their interval, prompt sets, and servers that count by themselves."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from draftsmith import Eagle3DraftModel
+from draftsmith.commands.evaluation_engines import ServerEngine
+from draftsmith.data import PRESETS, read_prompts
+from draftsmith.serving.servers import Server, ServerError, launch_command, launched
+from draftsmith.speculative import Acceptance, measure_acceptance, measure_plain, speculative_generate
+from draftsmith.speculative.evaluation import continuation_lengths
+from tests.tiny_models import random_tokens, tiny_model
+
+
+@pytest.fixture(scope="module")
+def models():
+    target = tiny_model("llama")
+    torch.manual_seed(0)
+    return target, Eagle3DraftModel.from_target(target, aux_layer_ids=(1, 2, 3))
+
+
+def batch_of(prompts, length=9):
+    ids = random_tokens(prompts, length)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_counts_are_those_of_the_decoding(models, temperature):
+    torch.manual_seed(3)
+    counts, answers = measure_acceptance(
+        *models, [batch_of(3), batch_of(2)], num_draft_tokens=4, max_new_tokens=11, temperature=temperature
+    )
+    torch.manual_seed(3)
+    outputs = [
+        speculative_generate(
+            *models, batch_of(size)["input_ids"], num_draft_tokens=4, max_new_tokens=11, temperature=temperature
+        )
+        for size in (3, 2)
+    ]
+    assert counts.rounds == torch.cat([drafted // 4 for _, drafted, _ in outputs]).tolist()
+    assert counts.accepted_per_position == sum(per_position for _, _, per_position in outputs).tolist()
+    assert sum(counts.accepted) == sum(counts.accepted_per_position)
+    assert counts.prompts == 5 and counts.new_tokens == 5 + sum(counts.rounds) + sum(counts.accepted)
+    assert answers == [row[9:] for sequences, _, _ in outputs for row in sequences.tolist()]
+    assert (
+        counts.tokens_per_second > 0 and measure_plain(models[0], [batch_of(2)], max_new_tokens=3, temperature=0) > 0
+    )
+
+
+def test_a_row_ends_at_its_first_eos_or_at_the_limit():
+    ids = torch.tensor([[5, 7, 0, 0], [5, 6, 5, 6], [7, 0, 0, 0], [5, 6, 5, 7]])
+    assert continuation_lengths(ids, torch.tensor([7]), 9).tolist() == [2, 4, 1, 4]
+    assert continuation_lengths(ids, torch.tensor([], dtype=torch.long), 3).tolist() == [3] * 4
+
+
+def test_interval_is_that_of_a_ratio_over_prompts():
+    """Against resampling of prompts; that of rounds alone would be too narrow, since prompts differ."""
+    torch.manual_seed(0)
+    chance = torch.rand(400)
+    rounds = torch.randint(5, 60, (400,))
+    accepted = torch.distributions.Binomial(3 * rounds.float(), chance).sample().long()
+    low, high = Acceptance(3, rounds.tolist(), accepted.tolist()).interval
+    picks = torch.randint(400, (4000, 400))
+    resampled = 1 + accepted[picks].sum(1) / rounds[picks].sum(1)
+    expected = torch.quantile(resampled, torch.tensor([0.025, 0.975])).tolist()
+    assert [low, high] == pytest.approx(expected, abs=0.02)
+    assert Acceptance(3, [4], [2]).interval is None
+
+
+def test_counts_add_up_and_nothing_drafted_is_one():
+    total = Acceptance(2, [3], [4], [3, 1], 1, 8, 0.5) + Acceptance(2, [1], [0], [0, 0], 1, 2, 0.5)
+    assert total == Acceptance(2, [3, 1], [4, 0], [3, 1], 2, 10, 1.0)
+    assert total.acceptance_length == 2.0 and total.rates == [0.75, 0.25] and total.tokens_per_second == 10.0
+    assert Acceptance(2).acceptance_length == 1.0
+
+
+ROWS = {
+    "mt_bench": {"prompt": ["Write.", "Rewrite."], "category": "writing"},
+    "gsm8k": {"question": "2 + 2?", "answer": "4"},
+    "humaneval": {"prompt": "def f():", "task_id": "HumanEval/0"},
+    "math500": {"problem": "Solve.", "answer": "1"},
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_read_local_copies(name, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[name]) + "\n")
+    (found,) = read_prompts([f"{name}={path}"])
+    column = ROWS[name][PRESETS[name].column]
+    said = column[0] if isinstance(column, list) else column
+    assert found.content == [{"role": "user", "content": said}]
+    assert found.category == ("writing" if name == "mt_bench" else name)
+
+
+def test_a_preset_of_other_columns_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "x"}\n')
+    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: .*question.*the row has text"):
+        read_prompts([f"gsm8k={path}"])
+
+
+class FakeServer(BaseHTTPRequestHandler):
+    """Answers three tokens to each prompt, two of them drafted and accepted in one round."""
+
+    rounds = 0
+    positions: tuple[int, ...] = (0, 1)
+    counts = True
+
+    def do_GET(self):
+        if self.path == "/health":
+            return self.answer("")
+        if self.path == "/v1/models":
+            return self.answer(json.dumps({"data": [{"id": "served"}]}))
+        lines = ["# HELP vllm:other something", 'vllm:other{engine="0"} 1.0']
+        if self.counts:
+            lines.append(f'vllm:spec_decode_num_drafts_total{{engine="0",model_name="a,b"}} {float(self.rounds)}')
+            name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+            lines += [
+                f'{name}{{engine="0",position="{p}"}} {float(self.rounds)}' for p in self.positions if self.rounds
+            ]
+        return self.answer("\n".join(lines))
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] == "Bearer wrong":
+            return self.answer("no such key", 401)
+        type(self).rounds += 1
+        if self.path == "/generate":
+            assert body["input_ids"] and body["sampling_params"]["max_new_tokens"] == 4
+            counts = {"completion_tokens": 4, "spec_verify_ct": 2}
+            return self.answer(json.dumps({"text": "abcd", "meta_info": counts}))
+        assert body["model"] == "served" and body["max_tokens"] == 4
+        return self.answer(json.dumps({"choices": [{"text": "abcd"}], "usage": {"completion_tokens": 4}}))
+
+    def answer(self, text, status=200):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def address(monkeypatch):
+    monkeypatch.setattr(FakeServer, "rounds", 0)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+class Settings:
+    batch_size, max_new_tokens = 2, 4
+
+
+def decode(engine, address, **options):
+    return ServerEngine(Server(engine, f"{address}/v1", **options), Settings()).decode([[1, 2]] * 3, 2, 0.0, "x")
+
+
+def test_vllm_is_counted_by_its_counters_batch_by_batch(address):
+    counts = decode("vllm", address)
+    assert (counts.rounds, counts.accepted, counts.accepted_per_position) == ([2, 1], [4, 2], [3, 3])
+    assert counts.prompts == 3 and counts.new_tokens == 12 and counts.acceptance_length == 3.0
+
+
+def test_sglang_tells_the_rounds_of_each_answer(address):
+    counts = decode("sglang", address)
+    assert (counts.rounds, counts.accepted) == ([2, 2, 2], [1, 1, 1]) and counts.acceptance_length == 1.5
+
+
+def test_any_other_server_is_timed_alone(address):
+    counts = decode("openai", address)
+    assert counts.rounds == [] and counts.new_tokens == 12 and counts.seconds > 0
+
+
+def test_what_a_server_lacks_is_said(address, monkeypatch):
+    with pytest.raises(ServerError, match="answered 401: no such key") as error:
+        decode("openai", address, api_key="wrong")
+    assert "Bearer" not in str(error.value)
+    with pytest.raises(ServerError, match="drafts 3 tokens per verification, `num_draft_tokens` is 2: pass 3"):
+        monkeypatch.setattr(FakeServer, "positions", (0, 1, 2))
+        decode("vllm", address)
+    with pytest.raises(ServerError, match="start it with a head"):
+        monkeypatch.setattr(FakeServer, "counts", False)
+        decode("vllm", address)
+    with pytest.raises(ServerError, match="cannot be reached"):
+        decode("vllm", "http://127.0.0.1:9")
+
+
+SERVE = (
+    "import sys, http.server as h, tests.test_evaluation as t;"
+    "h.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), t.FakeServer).serve_forever()"
+)
+
+
+def free_port():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
+    server.server_close()
+    return server.server_port
+
+
+def test_a_launched_server_is_awaited_and_ended():
+    port = free_port()
+    with launched([sys.executable, "-c", SERVE, str(port)], f"http://127.0.0.1:{port}"):
+        assert Server("openai", f"http://127.0.0.1:{port}").model == "served"
+    with pytest.raises(ServerError, match="cannot be reached"):
+        _ = Server("openai", f"http://127.0.0.1:{port}").model
+
+
+def test_a_server_that_fails_to_start_shows_its_log():
+    with pytest.raises(ServerError, match=r"status 3 (.|\n)*no memory left"):
+        with launched([sys.executable, "-c", "print('no memory left'); exit(3)"], "http://127.0.0.1:9"):
+            pass
+
+
+def test_launch_commands_draft_a_chain():
+    vllm = launch_command("vllm", "t", "d", 5, port=81)
+    assert json.loads(vllm[-1]) == {"method": "eagle3", "model": "d", "num_speculative_tokens": 5}
+    sglang = launch_command("sglang", "t", "d", 5)
+    flags = dict(zip(sglang[3::2], sglang[4::2], strict=False))
+    assert flags["--speculative-eagle-topk"] == "1" and flags["--speculative-num-steps"] == "5"
+    assert flags["--speculative-num-draft-tokens"] == "6"
+    with pytest.raises(ValueError, match="start any other server yourself"):
+        launch_command("openai", "t", "d", 5)
