@@ -22,6 +22,17 @@ from tests.ops.test_streaming_draft_loss import make_inputs, nested_rows
         ("`t2d` marks id 64", {"t2d": torch.arange(65) >= 40}),
         (r"`labels` must be in \[0, 65\)", {"objective": "ce", "labels": torch.full((25,), 65)}),
         ("`chunk_size`", {"chunk_size": 0}),
+        ("`chunk_size`", {"chunk_size": 2.0}),
+        ("`teacher_softcap`", {"teacher_softcap": 0.0}),
+        ("`teacher_softcap`", {"teacher_softcap": float("inf")}),
+        ("`teacher_weight`", {"teacher_weight": torch.zeros(65, 23)}),
+        ("`teacher_bias`", {"teacher_bias": torch.zeros(25)}),
+        ("`row_weights` must have", {"row_weights": torch.ones(25, 1)}),
+        ("`step_weights` must hold 4", {"step_weights": torch.tensor(1.0)}),
+        ("`t2d` must be bool", {"t2d": (torch.arange(65) >= 40).long()}),
+        ("`labels` must be int64", {"objective": "ce", "labels": torch.zeros(25)}),
+        (r"`row_sets\[0\]` must be int64", {"row_sets": [rows.float() for rows in nested_rows(((3, 30),), 4)]}),
+        ("`num_items` must be one number", {"num_items": torch.ones(2)}),
     ],
 )
 def test_wrong_arguments_are_named(message, changes):

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from draftsmith.ops import streaming_draft_loss
 from draftsmith.ops.streaming_loss import cross_entropy, rows, targets
 from tests.ops import test_streaming_cross_entropy as hard_loss
 from tests.ops import test_streaming_draft_loss as draft_loss
@@ -124,6 +125,26 @@ def test_scaled(shape, dtype):
     out = kernels.scaled(gradient, scale, dtype)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert (out is gradient) == (dtype == torch.float32)
+
+
+def test_scaled_writes_nothing_beside_a_strided_gradient():
+    memory = torch.ones(4, 8, device=DEVICE)
+    gradient = memory[:, :4]
+    assert (kernels.scaled(gradient, torch.tensor(2.0, device=DEVICE), torch.float32) == 2).all()
+    assert (memory[:, 4:] == 1).all()
+
+
+@pytest.mark.parametrize("through", ["plain", "kernels"])
+@pytest.mark.parametrize("gap", [90.0, 95.0, 100.0, 103.0, 110.0])
+def test_lk_alpha_of_almost_no_agreement_has_finite_gradients(gap, through, request):
+    if through == "kernels":
+        request.getfixturevalue("through_kernels")
+    weight, state = torch.eye(4, requires_grad=True), torch.tensor([[0.0, gap, 0, 0]], requires_grad=True)
+    loss, _ = streaming_draft_loss(
+        [state], weight, torch.tensor([[gap, 0.0, 0, 0]]), torch.eye(4), [torch.tensor([0])], objective="lk_alpha"
+    )
+    gradients = torch.autograd.grad(loss, [state, weight])
+    assert loss.isfinite() and all(gradient.isfinite().all() for gradient in gradients)
 
 
 def test_ties_count_as_torch_counts_them(monkeypatch):

@@ -155,6 +155,23 @@ def test_frozen_hidden_states_still_train_the_head():
     torch.testing.assert_close(weight.grad, expected)
 
 
+def test_backward_inside_autocast_is_that_outside():
+    states, weight = torch.randn(6, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    gradients = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            losses = streaming_cross_entropy(states, weight, torch.arange(6), reduction="none", chunk_size=2)
+            gradients.append(torch.autograd.grad(losses.sum(), [states, weight]))
+    for ours, truth in zip(*gradients, strict=True):
+        assert torch.equal(ours, truth)
+
+
+@pytest.mark.parametrize("softcap", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_soft_cap_must_be_positive_and_finite(softcap):
+    with pytest.raises(ValueError, match="`logit_softcap`"):
+        streaming_cross_entropy(torch.randn(2, 8), torch.randn(11, 8), torch.arange(2), logit_softcap=softcap)
+
+
 def test_fp32_master_weights_under_bf16_states_and_autocast():
     tensors, labels = make_inputs()
     hidden, weight = tensors[0].bfloat16().requires_grad_(), tensors[1].float().requires_grad_()

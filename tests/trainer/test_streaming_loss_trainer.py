@@ -1,12 +1,14 @@
 """`StreamingLossTrainer` against transformers' own `Trainer`: same losses, same weights, no logits."""
 
+import math
+
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForSeq2SeqLM, T5Config, Trainer, TrainingArguments
+from transformers import AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from draftsmith import StreamingLossTrainer
@@ -191,7 +193,45 @@ def test_nothing_supervised_leaves_the_weights(tmp_path, accumulation):
     trainer.train()
     assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
     assert logged(trainer, "loss") == logged(trainer, "grad_norm") == [0.0, 0.0]
-    assert trainer.evaluate()["eval_loss"] == 0.0
+    assert math.isnan(trainer.evaluate()["eval_loss"])  # as with transformers
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_batches_without_labels_leave_the_evaluation_as_it_is(tmp_path, batch_size):
+    rows = make_lm_rows([9] * 4, supervised=[5, 0, 0, 0])
+    losses = [
+        make_lm_trainer(trainer_class, tmp_path, rows, make_lm(), per_device_eval_batch_size=batch_size).evaluate()[
+            "eval_loss"
+        ]
+        for trainer_class in (Trainer, StreamingLossTrainer)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+class ChangesLabels(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels.masked_fill(labels < 40, -100), **kwargs)
+
+
+class IgnoresAnotherLabel(LlamaForCausalLM):
+    def forward(self, input_ids, labels=None, **kwargs):
+        return super().forward(input_ids, labels=labels, ignore_index=7, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "message"), [(ChangesLabels, "changes the labels"), (IgnoresAnotherLabel, "ignore the label 7")]
+)
+def test_a_loss_of_other_labels_is_refused_at_the_first_batch(tmp_path, model_class, message):
+    trainer = make_lm_trainer(StreamingLossTrainer, tmp_path, make_lm_rows(LENGTHS), model_class(make_lm().config))
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+
+
+def test_arguments_are_checked_when_it_is_made(tmp_path):
+    with pytest.raises(ValueError, match="`chunk_size`"):
+        StreamingLossTrainer(make_lm(), TrainingArguments(str(tmp_path), use_cpu=True), chunk_size=0)
+    with pytest.raises(ValueError, match="`model` is a string"):
+        StreamingLossTrainer("gpt2", TrainingArguments(str(tmp_path), use_cpu=True))
 
 
 def lora(**options):

@@ -11,6 +11,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from .. import target_family as family
 from ..ops import streaming_cross_entropy
+from ..ops.streaming_loss.validation import check_chunk_size
 from .arguments import refuse_unsupported_launches
 
 
@@ -40,11 +41,14 @@ class StreamingLossTrainer(Trainer):
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | None,
-        args: TrainingArguments,
+        args: TrainingArguments | None = None,
         *,
         chunk_size: int | None = None,
         **kwargs: Any,
     ):
+        if isinstance(model, str):
+            raise ValueError(f"`model` is a string: load it first, AutoModelForCausalLM.from_pretrained({model!r}).")
+        args = args or TrainingArguments("trainer_output")  # as transformers does
         refuse_unsupported_launches(args)
         for name in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(name) is not None:
@@ -55,6 +59,7 @@ class StreamingLossTrainer(Trainer):
         for name in ("label_smoothing_factor", "use_liger_kernel", "torch_compile", "parallelism_config"):
             if getattr(args, name):
                 raise ValueError(f"`{name}` replaces or splits the loss that is streamed here: leave it unset.")
+        check_chunk_size(chunk_size)
         super().__init__(model, args, **kwargs)
         _refuse_other_losses(self.model)
         self.chunk_size = chunk_size
@@ -62,7 +67,9 @@ class StreamingLossTrainer(Trainer):
         self._inspects_forward = True  # the first one only: it reads values on the host
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        forward = _StreamedForward(self.model, _next_tokens(inputs), self.chunk_size, inspects=self._inspects_forward)
+        forward = _StreamedForward(
+            self.model, inputs.get("labels"), _next_tokens(inputs), self.chunk_size, inspects=self._inspects_forward
+        )
         with forward.installed():
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if self._inspects_forward:
@@ -87,13 +94,15 @@ class _StreamedForward:
     def __init__(
         self,
         model: Any,
+        given_labels: Tensor,  # [B, T], as the batch holds them
         labels: Tensor,  # [B, T], each position's next token
         chunk_size: int | None,
         *,
         inspects: bool,
     ):
         self.model, self.head = family.base_model(model), family.linear_head(model)
-        self.labels, self.chunk_size, self.inspects = labels, chunk_size, inspects
+        self.given_labels, self.labels = given_labels, labels
+        self.chunk_size, self.inspects = chunk_size, inspects
         config = self.model.config.get_text_config()
         self.scale, self.softcap = family.logit_scale(config), family.softcap(config)
         self.loss_sum: Tensor | None = None
@@ -126,17 +135,18 @@ class _StreamedForward:
         """[B, T, H] -> scalar"""
         if self.loss_sum is not None:
             raise self._refusal("calls its output head more than once")
-        weight = self.head.weight
+        weight: Tensor = self.head.weight
+        bias: Tensor | None = self.head.bias
         self.stand_in = _stand_in(len(weight), weight.device, telling=self.inspects)
         if self.scale != 1:
-            hidden_states = hidden_states * self.scale
+            hidden_states, bias = hidden_states * self.scale, None if bias is None else bias * self.scale
         if torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(torch.get_autocast_dtype(hidden_states.device.type))
         return streaming_cross_entropy(
             hidden_states,
             weight,
             self.labels,
-            bias=self.head.bias,
+            bias=bias,
             ignore_index=_IGNORE_INDEX,
             logit_softcap=self.softcap,
             reduction="sum",
@@ -147,8 +157,14 @@ class _StreamedForward:
         self.loss_sum = loss
         return self.stand_in.clone()  # a model may write into its logits
 
-    def _loss_function(self, logits, labels, vocab_size, num_items_in_batch=None, **_: Any) -> Tensor:
+    def _loss_function(
+        self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=_IGNORE_INDEX, **_: Any
+    ) -> Tensor:
         self.asked_for_loss = True
+        if self.inspects and labels is not None and not torch.equal(labels.to(self.given_labels), self.given_labels):
+            raise self._refusal("changes the labels of the batch")
+        if ignore_index != _IGNORE_INDEX:
+            raise self._refusal(f"asks its loss to ignore the label {ignore_index}")
         if self.loss_sum is None:
             raise self._refusal("does not call its output head")
         if self.inspects and not self._scales_as_known(logits):
@@ -158,7 +174,8 @@ class _StreamedForward:
         if num_items_in_batch is None:
             num_items_in_batch = (self.labels != _IGNORE_INDEX).sum()
         items = torch.as_tensor(num_items_in_batch, device=self.loss_sum.device)
-        return self.loss_sum / items.clamp(min=1)
+        # In evaluation NaN, as transformers has it, which leaves such a batch out of the mean.
+        return self.loss_sum / (items.clamp(min=1) if torch.is_grad_enabled() else items)
 
     def _scales_as_known(self, logits: Tensor) -> bool:
         expected = self.stand_in * self.scale

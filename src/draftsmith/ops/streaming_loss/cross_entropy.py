@@ -53,12 +53,13 @@ def streaming_cross_entropy(
         A scalar, or [...] for "none"; fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: shapes or devices that do not fit, an unknown reduction, a label outside [0, V) on CPU (on CUDA a
-            device-side assertion).
+        ValueError: shapes that do not fit, a soft cap that is not positive and finite, an unknown reduction, a label
+            outside [0, V) on CPU (on CUDA a device-side assertion).
     """
     check_cross_entropy_inputs(
-        hidden_states, weight, labels, bias, token_weights, reduction=reduction, chunk_size=chunk_size
-    )
+        hidden_states, weight, labels, bias, token_weights,
+        softcap=logit_softcap, num_items=num_items, reduction=reduction, chunk_size=chunk_size,
+    )  # fmt: skip
     hidden, flat_labels = hidden_states.reshape(-1, hidden_states.shape[-1]), labels.reshape(-1)
     rows = (flat_labels != ignore_index).nonzero()[:, 0]
     labelled = flat_labels[rows]
@@ -138,7 +139,8 @@ class _PerTokenCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         inputs = hidden, weight, bias = ctx.saved_tensors
-        _, gradients = _stream(hidden, weight, bias, ctx.problem, grad, ctx.needs_input_grad[1:])
+        with without_autocast(grad):  # a caller's may surround the backward, too
+            _, gradients = _stream(hidden, weight, bias, ctx.problem, grad, ctx.needs_input_grad[1:])
         cast = [
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, inputs, strict=True)

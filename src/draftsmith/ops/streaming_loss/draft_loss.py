@@ -83,8 +83,8 @@ def streaming_draft_loss(
     """
     check_draft_inputs(
         states, weight, teacher_states, teacher_weight, row_sets,
-        labels=labels, step_weights=step_weights, row_weights=row_weights, objective=objective,
-        chunk_size=chunk_size,
+        labels=labels, t2d=t2d, step_weights=step_weights, row_weights=row_weights, num_items=num_items,
+        teacher_bias=teacher_bias, teacher_softcap=teacher_softcap, objective=objective, chunk_size=chunk_size,
     )  # fmt: skip
     pairs = DraftPairs([rows.cpu().long() for rows in row_sets])
     if chunk_size is None:

@@ -81,7 +81,8 @@ class Slopes(NamedTuple):
 def _lk_alpha(kl: Tensor, alpha: Tensor) -> Slopes:
     some = alpha > 0
     safe = alpha.where(some, 1)
-    return Slopes(-safe.log(), None, -safe.reciprocal() * some)
+    # Of a smaller number the reciprocal would be infinite.
+    return Slopes(-safe.log(), None, -safe.clamp(min=torch.finfo(safe.dtype).tiny).reciprocal() * some)
 
 
 def _lk_lambda(kl: Tensor, alpha: Tensor) -> Slopes:

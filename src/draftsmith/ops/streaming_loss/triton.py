@@ -20,6 +20,7 @@ STAGES = 3  # tiles on their way
 GROUP = tl.constexpr(8)  # neighbouring logits in one thread: 16 bytes of bf16
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234e38)
+TINY = tl.constexpr(1.1754944e-38)  # the least normal number
 MASKED_LOGIT = tl.constexpr(rows_in_torch.MASKED_LOGIT)
 OBJECTIVE_CODES = {"kl": 0, "tv": 1, "lk_alpha": 2, "lk_lambda": 3}
 
@@ -239,7 +240,7 @@ def _slopes(kl, alpha, OBJECTIVE: tl.constexpr):
     if OBJECTIVE == 2:
         some = alpha > 0
         safe = tl.where(some, alpha, 1.0)
-        return -tl.log(safe), zero, tl.where(some, -1 / safe, 0.0)
+        return -tl.log(safe), zero, tl.where(some, -1 / tl.maximum(safe, TINY), 0.0)
     share = tl.exp(-3 * alpha)
     return share * kl + (1 - share) * (1 - alpha), share, share - 1
 
@@ -344,6 +345,8 @@ def _scale_kernel(gradient, scale, out, count, BLOCK: tl.constexpr):
 
 def scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """`rows.scaled`, by one pass over memory."""
+    if not gradient.is_contiguous():
+        return rows_in_torch.scaled(gradient, scale, dtype)
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.numel() > 0:
         with torch.cuda.device_of(gradient):
