@@ -22,8 +22,8 @@ ALLOWED = {
     "compiled_forwards": {"transformers_hooks"},
     "tensor_parallel": {"ops", "target_family"},
     "target": {"compiled_forwards", "target_family", "tensor_parallel", "transformers_hooks"},
-    # `target` alone reads a target's weights, `models` asks it for rows
-    "models": {"ops", "alignment", "target", "target_family"},
+    # `target` alone reads a target's weights, `models` asks it for rows; heads in the layouts of `serving` load
+    "models": {"ops", "alignment", "serving", "target", "target_family"},
     "speculative": {"models", "target", "target_family"},
     "hub": {"model_card", "serving"},
 }

@@ -15,6 +15,7 @@ COMMANDS = {
     "profile": "chart the memory of one step, ours beside dense attention and dense logits",
     "train": "train a draft head on a frozen target",
     "evaluate": "decode held-out prompts speculatively and measure the acceptance length",
+    "export": "write a head in the layout that a server reads, or say why it does not serve it",
 }
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from transformers import set_seed
 
 from ..data import PRESETS, LabelledPrompt, prompt_ids, read_prompts
+from ..models.eagle3 import Eagle3DraftConfig
+from ..serving.compatibility import launch_flags
 from ..serving.servers import ENGINES, Server, ServerError, launch_command, launched
 from .arguments import TargetArguments, check_local_path
 from .evaluation_engines import Engine, ServerEngine, TransformersEngine
@@ -148,14 +150,16 @@ def engines(target_args: TargetArguments, args: EvaluateArguments, tokenizer: An
             yield engine, num_draft_tokens
         return
     server = Server(args.engine, args.base_url)
+    if args.launch:
+        with usage_errors():
+            flags = launch_flags(Eagle3DraftConfig.from_pretrained(args.draft).to_diff_dict(), args.engine)
     for num_draft_tokens in args.num_draft_tokens:
         if not args.launch:
             yield ServerEngine(server, args), num_draft_tokens
             continue
         port = int(server.base_url.rpartition(":")[2])
-        command = launch_command(
-            args.engine, target_args.target, args.draft, num_draft_tokens, port=port, python=args.server_python
-        )
+        names = (args.engine, target_args.target, args.draft)
+        command = launch_command(*names, num_draft_tokens, flags=flags, port=port, python=args.server_python)
         print("starting", " ".join(command), flush=True)
         with launched(command, server.base_url):
             yield ServerEngine(server, args), num_draft_tokens

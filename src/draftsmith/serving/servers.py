@@ -29,21 +29,31 @@ class ServerError(RuntimeError):
 
 
 def launch_command(
-    engine: str, target: str, draft: str, num_draft_tokens: int, *, port: int = 8000, python: str = "python"
+    engine: str,
+    target: str,
+    draft: str,
+    num_draft_tokens: int,
+    *,
+    flags: Sequence[str] = (),
+    port: int = 8000,
+    python: str = "python",
 ) -> list[str]:
-    """The command that serves `target` with the head `draft`, a chain of `num_draft_tokens` per verification."""
+    """The command that serves `target` with the head `draft`, a chain of `num_draft_tokens` per verification.
+
+    `flags` are those that the head needs: `compatibility.launch_flags`.
+    """
     if engine == "vllm":
         speculation = {"method": "eagle3", "model": draft, "num_speculative_tokens": num_draft_tokens}
         return [
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", target, "--port", str(port)),
-            *("--speculative-config", json.dumps(speculation)),
+            *("--speculative-config", json.dumps(speculation), *flags),
         ]
     if engine == "sglang":
         return [
             *(python, "-m", "sglang.launch_server", "--model-path", target, "--port", str(port)),
             *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", draft),
             *("--speculative-num-steps", str(num_draft_tokens), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(num_draft_tokens + 1), "--enable-metrics"),
+            *("--speculative-num-draft-tokens", str(num_draft_tokens + 1), "--enable-metrics", *flags),
         ]
     raise ValueError(f"`engine` is {engine!r}: vllm and sglang can be launched; start any other server yourself.")
 

@@ -1,6 +1,5 @@
 """What surrounds the weights of a draft head: the embedding slot, the vocabulary map, making, loading and saving."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ...serving.speculators import DEFAULT_NAMES
 from ...target import deepspeed_init_suspended
 from ...target_family import embedding_weight
 from .configuration_eagle3 import SERVED_ARCHITECTURE, Eagle3DraftConfig, check_aux_layer_ids, resolve_aux_layer_ids
 from .initialization_eagle3 import copy_head_rows, start_from_layer
-
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -158,25 +155,26 @@ class Eagle3PreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, target=None, **kwargs):
-        """Load a head: ours, or one published in the `LlamaForCausalLMEagle3` layout.
+        """Load a head: ours, or one published in the `LlamaForCausalLMEagle3` or the speculators layout.
 
         Args:
             target: the target model, whose embedding fills the slot (a head that brings its own keeps it).
             args, kwargs: as in [`~transformers.PreTrainedModel.from_pretrained`].
 
         Raises:
-            ValueError: weights are missing from the checkpoint, its vocabulary map is missing or wrong, or its
-                auxiliary layers do not fit the target.
+            ValueError: weights are missing from the checkpoint or belong to no head of its config, its vocabulary map
+                is missing or wrong, or its auxiliary layers do not fit the target.
         """
         return_info = kwargs.pop("output_loading_info", False)
         # Mismatched shapes are an error too, raised by name below.
-        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
+        kwargs = {"key_mapping": DEFAULT_NAMES, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         load: Any = partial(super().from_pretrained, pretrained_model_name_or_path, *args)
         with deepspeed_init_suspended(), _without_load_report():
             model, info = load(**kwargs)
             if "embed_tokens.weight" in info["unexpected_keys"]:  # build the head anew, with a place for it
                 model.config.has_own_embedding = True
                 model, info = load(**{**kwargs, "config": model.config})
+        model._weight_conversions = None  # transformers would save under the names that were loaded
         if info["mismatched_keys"]:
             shapes = ", ".join(f"{name} {tuple(ours)} for {tuple(its)}" for name, ours, its in info["mismatched_keys"])
             raise ValueError(f"{pretrained_model_name_or_path}: config.json does not fit the weights: {shapes}.")
@@ -187,7 +185,10 @@ class Eagle3PreTrainedModel(PreTrainedModel):
 
     def _check_loaded(self, source, missing: set[str], unexpected: set[str]) -> None:
         if unexpected := unexpected - {"d2t", "t2d"}:  # some heads write the identity map at full vocabulary
-            logger.warning("%s: ignored weights that no draft head has: %s", source, ", ".join(sorted(unexpected)))
+            raise ValueError(
+                f"{source}: the checkpoint holds weights that no draft head of its config has: "
+                f"{', '.join(sorted(unexpected))}. Without them it would draft otherwise than it was trained to."
+            )
         self._freeze_borrowed_width()
         if {"d2t", "t2d"} <= missing:
             raise ValueError(

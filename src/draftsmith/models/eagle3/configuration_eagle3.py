@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers import LlamaConfig, PreTrainedConfig
 
+from ...serving.speculators import from_speculators_config, is_speculators_config
+
 
 SERVED_ARCHITECTURE = "LlamaForCausalLMEagle3"
 SERVED_MODEL_TYPE = "llama"
@@ -47,8 +49,10 @@ class Eagle3DraftConfig(LlamaConfig):
     has_own_embedding: bool = False  # the checkpoint stores `embed_tokens`; found at load, never written
 
     def __post_init__(self, **kwargs):
-        served_ids = (kwargs.pop("eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids") or None
-        for derived in ("layer_types", "model_type"):
+        eagle_config = kwargs.pop("eagle_config", None) or {}
+        served_ids = eagle_config.get("eagle_aux_hidden_state_layer_ids") or None
+        self.norm_before_fc = eagle_config.get("norm_before_fc", self.norm_before_fc)  # servers read it here first
+        for derived in ("layer_types", "model_type", "num_aux_hidden_states"):
             kwargs.pop(derived, None)
         super().__post_init__(**kwargs)
         if self.eagle_aux_hidden_state_layer_ids is None and served_ids is not None:
@@ -137,6 +141,8 @@ class Eagle3DraftConfig(LlamaConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs):
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if is_speculators_config(config_dict):
+            config_dict = from_speculators_config(config_dict)
         if config_dict.get("model_type") in SERVED_MODEL_TYPES:  # both are ours: nothing to warn about
             config_dict["model_type"] = cls.model_type
         if "sliding_attention" not in (

@@ -1,0 +1,1 @@
+"""Checkpoint layouts, what servers do with a head's options, and running servers."""
