@@ -37,7 +37,11 @@ CASES = {
     "one state": ({"aux_layer_ids": [5]}, (SGLANG,)),
     "another width": ({"hidden_size": 16, "num_attention_heads": 2, "draft_vocab_size": 40}, ()),
     "own embedding": ({"has_own_embedding": True}, (SGLANG,)),
-    **{f"rope {name}": ({"rope_parameters": rope}, ()) for name, rope in ROPES.items() if rope},
+    **{
+        f"rope {name}": ({"rope_parameters": rope}, (VLLM,) if name == "dynamic" else ())
+        for name, rope in ROPES.items()
+        if rope
+    },
 }
 MERGED = ("both norms",)  # what the speculators layout cannot hold
 

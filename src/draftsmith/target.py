@@ -1,7 +1,7 @@
 """The frozen target: loaded as it is served, read without being touched, hidden states out."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -171,10 +171,10 @@ class FrozenTarget:
         cannot keep them apart (recurrent layers, or an `attn_implementation` that ignores packed positions), and when
         the target's logits are not those of its head.
         """
-        if not self._verified:
-            self.verify(input_ids.device)
+        self.verify(input_ids.device)
         if document_ids is None:
             document_ids = _documents_of(input_ids, position_ids)
+        input_ids, document_ids = input_ids.long(), document_ids.long()  # as other ranks expect to receive them
         if self._shards is None:
             return self._training_forward(input_ids, document_ids)
         return self._shards.run(self._training_forward, input_ids, document_ids)
@@ -187,6 +187,7 @@ class FrozenTarget:
     def take_part(self) -> None:
         """On a rank that needs no states now: help the others that hold the target to theirs."""
         if self._shards is not None:
+            self.verify(self.embedding_weight.device)
             self._shards.run(self._training_forward)
 
     def _training_forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> TargetStates:
@@ -197,7 +198,7 @@ class FrozenTarget:
     def _forward(self, input_ids: torch.Tensor, document_ids: torch.Tensor) -> TargetStates:
         captured: dict[int, torch.Tensor] = {}
         served_precision = torch.autocast(input_ids.device.type, enabled=False)
-        with served_precision, captured_outputs(self.layers, self.aux_layer_ids, captured):
+        with served_precision, family.captured_outputs(self.layers, self.aux_layer_ids, captured):
             output = self.decoder(input_ids=input_ids, use_cache=False, **self._documents_as_inputs(document_ids))
         last = output.last_hidden_state
         aux = torch.cat([captured[i].to(last.device) for i in self.aux_layer_ids], dim=-1)
@@ -222,7 +223,9 @@ class FrozenTarget:
         return {"position_ids": positions, "attention_mask": visible.long()}
 
     def verify(self, device: torch.device) -> None:
-        """Find out on a few tokens whether documents can be packed, and `verify_head`."""
+        """Find out once, on a few tokens, whether documents can be packed, and `verify_head`."""
+        if self._verified:
+            return
         self._packing_obstacle = None
         probe = torch.tensor([*_PROBE_IDS], device=device)[None]
         implementation = self.text_config._attn_implementation
@@ -282,19 +285,3 @@ def _documents_of(input_ids: torch.Tensor, position_ids: torch.Tensor | None) ->
     if position_ids is None:
         return torch.zeros_like(input_ids)
     return nn.functional.pad(position_ids.diff() != 1, (1, 0)).cumsum(-1)
-
-
-@contextmanager
-def captured_outputs(layers: nn.ModuleList, ids: Sequence[int], into: dict[int, torch.Tensor]) -> Iterator[None]:
-    def keep(layer_id: int) -> Callable:
-        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            into[layer_id] = output[0] if isinstance(output, tuple) else output
-
-        return hook
-
-    handles = [layers[i - 1].register_forward_hook(keep(i)) for i in ids]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

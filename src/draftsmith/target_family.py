@@ -3,7 +3,8 @@
 A family that transformers adds is usually one entry in a table here and one model in `tests/tiny_models.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,21 @@ def _freeze_frequencies(rotary: Any, kind: str, prefix: str, layer: dict[str, st
         inv_freq.copy_(frequencies)
         setattr(rotary, f"{prefix}attention_scaling", scaling)
     return "frozen"
+
+
+@contextmanager
+def captured_outputs(layers: nn.ModuleList, ids: Sequence[int], into: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Keep `hidden_states[i]` of the forwards inside, for each of `ids`, in `into`."""
+
+    def keep(layer_id: int) -> Callable:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            into[layer_id] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [layers[i - 1].register_forward_hook(keep(i)) for i in ids]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -51,6 +51,11 @@ def test_shapes_are_those_of_the_models_without_allocating_them(target):
         (["--zero_stage", "4", "--gpu_memory", "24"], "`zero_stage` is 4"),
         (["--offload_optimizer", "true", "--gpu_memory", "24"], "`offload_optimizer` needs DeepSpeed"),
         (["--row_length", "0", "--gpu_memory", "24"], "`row_length` is 0"),
+        (["--gpu_memory", "0"], "`gpu_memory` is 0"),
+        (["--gpu_memory", "nan"], "`gpu_memory` is nan"),
+        (["--objective", "CE", "--gpu_memory", "24"], "`objective` is 'CE'"),
+        (["--output", "nowhere/plan.json", "--gpu_memory", "24"], "`output`: the directory of nowhere/plan.json"),
+        (["--output", ".", "--gpu_memory", "24"], "`output` is '.', a directory"),
     ],
 )
 def test_wrong_arguments_name_the_remedy(target, flags, message, capsys):

@@ -13,6 +13,7 @@ from draftsmith.commands import main
 from draftsmith.commands import profile as command
 from draftsmith.commands.heap import attempt, mark, marked, record
 from draftsmith.commands.profile import CONTENDERS, ProfileArguments, make_step, profile_contender
+from draftsmith.models.eagle3 import unroll_eagle3
 
 
 CONFIG = {
@@ -96,6 +97,13 @@ def test_recomputing_keeps_less_of_the_unroll():
         with marked(step.draft, 3):
             peaks.append(profile_contender(step, CONTENDERS["ours"]).phases["backward of loss"][0])
     assert peaks[1] < 0.7 * peaks[0]
+
+
+def test_recomputing_by_rows_passes_the_same_phases(monkeypatch):
+    monkeypatch.setattr(unroll_eagle3, "RECOMPUTED_ROWS", 50)
+    step = step_of(gradient_checkpointing=True)
+    with marked(step.draft, 3) as phases:
+        assert list(profile_contender(step, CONTENDERS["ours"]).phases) == phases
 
 
 @pytest.mark.parametrize("supervised", [1.0, 0.3])

@@ -15,6 +15,15 @@ def check_local_path(name: str, value: str) -> None:
         raise ValueError(f"`{name}`: {value} does not exist.")
 
 
+def check_output(name: str, value: str) -> None:
+    """Raise for a file that could not be written when the work is done."""
+    path = Path(value)
+    if not value or path.is_dir():
+        raise ValueError(f"`{name}` is {value!r}, {'a directory' if value else 'empty'}: name a file.")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"`{name}`: the directory of {value} does not exist: make it, or name another.")
+
+
 @dataclass
 class TargetArguments:
     """The model that is served, loaded as it is served."""

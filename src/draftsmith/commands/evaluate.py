@@ -14,7 +14,7 @@ from ..data import PRESETS, LabelledPrompt, prompt_ids, read_prompts
 from ..models.eagle3 import Eagle3DraftConfig
 from ..serving.compatibility import launch_flags
 from ..serving.servers import ENGINES, Server, ServerError, launch_command, launched
-from .arguments import TargetArguments, check_local_path
+from .arguments import TargetArguments, check_local_path, check_output
 from .evaluation_engines import Engine, ServerEngine, TransformersEngine
 from .evaluation_report import Group, Report, write_report
 from .parsing import UsageError, parse, usage_errors
@@ -91,8 +91,8 @@ class EvaluateArguments:
             raise ValueError(f"`launch` starts vllm or sglang, not {self.engine!r}.")
         if self.plain and self.engine != "hf":
             raise ValueError("`plain` is for `engine` hf: start a server without a head to time it.")
-        if self.output is not None and not Path(self.output).parent.is_dir():
-            raise ValueError(f"`output`: the directory of {self.output} does not exist.")
+        if self.output is not None:
+            check_output("output", self.output)
         if self.output is not None and Path(self.output).suffix in (".md", ".png"):
             raise ValueError(f"`output` is {self.output}: name the JSON file, beside which those are written.")
 

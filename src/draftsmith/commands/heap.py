@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ..models.eagle3 import Eagle3DraftModel
+from ..models.eagle3 import Eagle3DraftModel, unroll_eagle3
 from ..planning import GIB
 from .prepare import written_whole
 
@@ -46,8 +47,9 @@ def mark(phase: str) -> None:
 def marked(draft: Eagle3DraftModel, ttt_steps: int) -> Iterator[list[str]]:
     """Every forward of `draft` marks its phases but the first one, and its backward those but the loss's.
 
-    `fc` ends the first phase and the final norm each step of the unroll: the next phase begins behind them, and their
-    outputs' gradients are complete when the backward of what they ended begins. Yields the names of all phases.
+    `fc` ends the first phase, and the decoder layer with the final norm each step of the unroll: the next phase begins
+    behind them. Their outputs' gradients are complete when the backward of what they ended begins. Yields the names of
+    all phases.
     """
     forward = ["fuse", *(f"step {step}" for step in range(ttt_steps)), "loss"]
     transitions: list[tuple[str, str]] = []
@@ -55,15 +57,22 @@ def marked(draft: Eagle3DraftModel, ttt_steps: int) -> Iterator[list[str]]:
     def begin(*_: Any) -> None:
         transitions[:] = pairwise(forward)
 
-    def end_phase(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+    def end_phase(output: torch.Tensor) -> None:
         ended, begun = transitions.pop(0)
         output.register_hook(lambda gradient: mark(BACKWARD + ended))
         mark(begun)
 
+    run_layer = unroll_eagle3._layer
+
+    def marked_layer(*args: Any) -> tuple[torch.Tensor, ...]:  # modules inside run again, or by rows, with recompute
+        outputs = run_layer(*args)
+        end_phase(outputs[1])
+        return outputs
+
     with ExitStack() as hooks:
         hooks.enter_context(draft.register_forward_pre_hook(begin))
-        for module in (draft.fc, draft.norm):
-            hooks.enter_context(module.register_forward_hook(end_phase))
+        hooks.enter_context(draft.fc.register_forward_hook(lambda module, args, output: end_phase(output)))
+        hooks.enter_context(mock.patch.object(unroll_eagle3, "_layer", marked_layer))
         yield [*forward, *(BACKWARD + name for name in reversed(forward))]
 
 

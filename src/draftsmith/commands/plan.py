@@ -1,5 +1,6 @@
 """`draftsmith plan`: what a training step needs of a GPU, before anything is loaded."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -10,9 +11,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from .. import planning
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
+from ..ops import OBJECTIVES
 from ..ops.streaming_loss.chunking import choose_chunk_size
 from ..target import auto_class_of
-from .arguments import DraftArguments, TargetArguments
+from .arguments import DraftArguments, TargetArguments, check_output
 from .parsing import parse, usage_errors
 from .prepare import write_json
 
@@ -45,6 +47,12 @@ class PlanArguments:
             raise ValueError(f"`supervised` is {self.supervised}: pass a share above 0, at most 1.")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"`zero_stage` is {self.zero_stage}: pass 0, 1, 2 or 3.")
+        if self.gpu_memory is not None and not 0 < self.gpu_memory < math.inf:
+            raise ValueError(f"`gpu_memory` is {self.gpu_memory}: pass the GiB of a GPU.")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"`objective` is {self.objective!r}: pass one of {', '.join(OBJECTIVES)}.")
+        if self.output is not None:
+            check_output("output", self.output)
         if self.offload_optimizer and self.zero_stage == 0:
             raise ValueError("`offload_optimizer` needs DeepSpeed: pass `zero_stage` 1, 2 or 3.")
 

@@ -54,5 +54,8 @@ def write_json(value: object, path: Path) -> None:
 def written_whole(path: Path) -> Iterator[Path]:
     """Another name to write to: `path` appears once all is written, or not at all."""
     unfinished = path.with_name(f".{path.name}")
-    yield unfinished
-    os.replace(unfinished, path)
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

@@ -64,6 +64,9 @@ class ProfileArguments:
             raise ValueError(f"`supervised` is {self.supervised}: pass a share above 0, at most 1.")
         if Path(self.output).suffix != ".png":
             raise ValueError(f"`output` is {self.output}: the chart is a PNG, pass a name that ends in .png.")
+        for path in (Path(self.output), Path(self.output).with_suffix(".json")):
+            if path.is_dir():
+                raise ValueError(f"`output`: {path} is a directory: name another chart.")
         if importlib.util.find_spec("matplotlib") is None:
             raise ImportError("`output` is drawn by matplotlib, which is missing: pip install draftsmith[plot]")
 
@@ -73,8 +76,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     target_args, draft_args, args = parse((TargetArguments, DraftArguments, ProfileArguments), argv)
     output, device = Path(args.output), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with usage_errors():
-        output.parent.mkdir(parents=True, exist_ok=True)
         step = make_step(head_config(target_args, draft_args, args), args, device)
+        output.parent.mkdir(parents=True, exist_ok=True)
     with marked(step.draft, args.ttt_steps) as phases:
         heaps = {name: profile_contender(step, contender) for name, contender in CONTENDERS.items()}
     report = make_report(step, heaps, asdict(args) | {"target": target_args.target})

@@ -97,6 +97,13 @@ OPTIONS = (
     ),
     Option("draft_vocab_size", lambda config, names: config["draft_vocab_size"] < config["vocab_size"]),
     Option("full vocabulary", lambda config, names: config["draft_vocab_size"] == config["vocab_size"]),
+    Option(
+        "dynamic rope scaling",
+        lambda config, names: (
+            config["rope_parameters"]["rope_type"] == "dynamic" and config["rope_parameters"].get("factor", 1.0) != 1.0
+        ),
+        {VLLM: "it leaves the base of the rope as it is, SGLang stretches it by `factor`"},
+    ),
     Option("rope scaling", lambda config, names: config["rope_parameters"]["rope_type"] != "default"),
 )
 

@@ -13,8 +13,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..models.eagle3 import Eagle3DraftModel
-from ..target import captured_outputs
-from ..target_family import text_decoder
+from ..target_family import captured_outputs, text_decoder
 from .rows import Continuation, RightAlignedCache, Rows, stop_and_pad_ids
 from .verification import Proposal, choose, verify
 

@@ -184,12 +184,15 @@ class Eagle3DraftConfig(LlamaConfig):
 
 
 def check_aux_layer_ids(aux_layer_ids: list[int], num_layers: int | None = None) -> None:
-    """Raise unless the ids are distinct outputs of layers 1..L-1 (`hidden_states[L]` is normed in some families)."""
+    """Raise unless the ids are ascending outputs of layers 1..L-1 (`hidden_states[L]` is normed in some families).
+
+    vLLM gathers the states in the order of the layers, whatever the order of the ids.
+    """
     valid = all(layer >= 1 and (num_layers is None or layer < num_layers) for layer in aux_layer_ids)
-    if not aux_layer_ids or not valid or len(set(aux_layer_ids)) < len(aux_layer_ids):
+    if not aux_layer_ids or not valid or list(aux_layer_ids) != sorted(set(aux_layer_ids)):
         limit = "L-1" if num_layers is None else num_layers - 1
         raise ValueError(
-            f"`aux_layer_ids` {list(aux_layer_ids)}: pass distinct ids in 1..{limit}, indices into the target's "
+            f"`aux_layer_ids` {list(aux_layer_ids)}: pass ascending ids in 1..{limit}, indices into the target's "
             "`hidden_states` (0 is the embedding output)."
         )
 
