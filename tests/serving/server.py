@@ -1,11 +1,9 @@
-"""vLLM's OpenAI-compatible server as a child process: start it, wait until it is healthy, stop it."""
+"""vLLM's OpenAI-compatible server as a child process, started as `draftsmith evaluate --launch` does it."""
 
 import json
 import re
 import socket
-import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draftsmith.serving.servers import launch_command, launched
+
 
 @dataclass(frozen=True)
 class Server:
     url: str
-    log: Path
 
     def post(self, path: str, **body: Any) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
@@ -38,54 +37,28 @@ class Server:
 
 
 @contextmanager
-def running_server(
-    target: Path, *, log: Path, speculative_config: dict[str, Any] | None = None, seconds: float = 240, **options: Any
-) -> Iterator[Server]:
-    """Serve `target` on a free port of this machine.
+def running_server(target: Path, head: Path, num_draft_tokens: int, **options: Any) -> Iterator[Server]:
+    """Serve `target` with `head` on a free port of this machine.
 
     Args:
-        target: a model's directory.
-        log: the file that the server's output goes to.
-        speculative_config: `--speculative-config`.
-        seconds: how long the server may take until it is healthy.
+        target, head: directories.
+        num_draft_tokens: tokens drafted per verification.
         options: further flags, as `max_model_len=128` for `--max-model-len 128`; True stands for a bare flag.
 
     Raises:
-        RuntimeError: the server ended, or was not healthy in time; with the end of its log.
+        ServerError: the server ended before it was healthy; with the end of its log.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options |= {"model": target, "host": "127.0.0.1", "port": port}
-    if speculative_config is not None:
-        options["speculative_config"] = json.dumps(speculative_config)
     flags = [
         part
-        for name, value in options.items()
+        for name, value in {**options, "host": "127.0.0.1"}.items()
         for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     ]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
-    with open(log, "w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        server = Server(f"http://127.0.0.1:{port}", log)
-        _wait_until_healthy(server, process, time.monotonic() + seconds)
-        yield server
-    finally:
-        process.terminate()  # the server ends its engine itself
-        try:
-            process.wait(timeout=60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _wait_until_healthy(server: Server, process: subprocess.Popen, deadline: float) -> None:
-    while process.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(server.url + "/health", timeout=5):
-                return
-        except OSError:  # refused as long as nobody listens
-            time.sleep(0.5)
-    state = "is not healthy in time" if process.poll() is None else f"ended with {process.returncode}"
-    raise RuntimeError(f"The server {state}:\n{server.log.read_text()[-4000:]}")
+    command = launch_command(
+        "vllm", str(target), str(head), num_draft_tokens, flags=flags, port=port, python=sys.executable
+    )
+    url = f"http://127.0.0.1:{port}"
+    with launched(command, url):
+        yield Server(url)

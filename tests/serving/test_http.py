@@ -36,10 +36,9 @@ def test_server_writes_the_targets_text_and_counts_what_we_count(tmp_path):
         speculative_generate(target, draft, prompt, num_draft_tokens=NUM_DRAFT_TOKENS, max_new_tokens=limit)
         for prompt, limit in zip(prompts, limits, strict=True)
     ]
-    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": NUM_DRAFT_TOKENS}
     engine = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
     with running_server(
-        tmp_path / "target", log=tmp_path / "log", speculative_config=head, served_model_name="target", **engine
+        tmp_path / "target", tmp_path / "head", NUM_DRAFT_TOKENS, served_model_name="target", **engine
     ) as server:
         texts = [
             server.post(

@@ -8,6 +8,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import BatchEncoding
 
+from ..data import pad_prompts
 from ..models.eagle3 import Eagle3DraftModel
 from ..serving.servers import Server, ServerError
 from ..speculative import Acceptance, measure_acceptance, measure_plain
@@ -54,10 +55,8 @@ class TransformersEngine:
         return measure_plain(self.target, batches, max_new_tokens=self.args.max_new_tokens, temperature=temperature)
 
     def _batches(self, prompts: Sequence[list[int]], name: str) -> Iterator[BatchEncoding]:
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
         for batch in _batched(prompts, self.args.batch_size, name):
-            yield self.tokenizer.pad({"input_ids": batch}, padding_side="left", return_tensors="pt")
+            yield pad_prompts(self.tokenizer, batch)
 
 
 class ServerEngine:

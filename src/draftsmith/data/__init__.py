@@ -3,7 +3,7 @@
 from .arguments import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
 from .collator import DraftCollator
 from .packing import pack_dataset
-from .prompts import PRESETS, LabelledPrompt, Prompt, prompt_ids, read_prompts, render_prompts
+from .prompts import PRESETS, LabelledPrompt, Prompt, pad_prompts, prompt_ids, read_prompts, render_prompts
 from .vocabulary import (
     build_vocabulary_map,
     check_vocabulary_map,
@@ -30,6 +30,7 @@ __all__ = [
     "draft_vocabulary_map",
     "load_vocabulary_map",
     "pack_dataset",
+    "pad_prompts",
     "prepare_datasets",
     "prompt_ids",
     "read_prompts",

@@ -99,10 +99,14 @@ def render_prompts(
 
     A string is a plain completion prompt.
     """
+    return pad_prompts(tokenizer, [prompt_ids(tokenizer, prompt, template_kwargs) for prompt in prompts])
+
+
+def pad_prompts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> BatchEncoding:
+    """`input_ids` and `attention_mask` [B, T], padded on the left."""
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    ids = [prompt_ids(tokenizer, prompt, template_kwargs) for prompt in prompts]
-    return tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+    return tokenizer.pad({"input_ids": list(ids)}, padding_side="left", return_tensors="pt")
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: dict[str, Any]) -> list[int]:

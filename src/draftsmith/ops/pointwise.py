@@ -1,8 +1,6 @@
 """What is left between matrix products, as one kernel each way on CUDA."""
 
-import functools
 import importlib
-import importlib.util
 from types import ModuleType
 from typing import Any
 
@@ -11,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from .kernels import has_kernels
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -35,13 +32,7 @@ def rotated(
 
 
 def _kernels(tensor: Tensor) -> ModuleType | None:
-    served = tensor.is_cuda and tensor.dtype in KERNEL_DTYPES and _triton_is_installed()
-    return importlib.import_module(".pointwise_triton", __package__) if served else None
-
-
-@functools.cache
-def _triton_is_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return importlib.import_module(".pointwise_triton", __package__) if has_kernels(tensor) else None
 
 
 class _SwiGLU(torch.autograd.Function):

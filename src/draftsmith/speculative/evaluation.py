@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..models.eagle3 import Eagle3DraftModel
 from .generation import speculative_generate
-from .rows import stop_and_pad_ids
+from .rows import stop_and_pad_ids, tokens_before_eos
 
 
 CONFIDENCE = 1.96  # standard errors: 95%
@@ -124,8 +123,7 @@ def measure_acceptance(
 
 def continuation_lengths(new_ids: Tensor, eos_ids: Tensor, max_new_tokens: int) -> Tensor:
     """[B], the new tokens of each row of `new_ids` [B, N], padded on the right: up to its first EOS, or all."""
-    before_eos = (torch.isin(new_ids, eos_ids).cumsum(dim=1) == 0).sum(dim=1)
-    return (before_eos + 1).clamp(max=min(max_new_tokens, new_ids.shape[1]))
+    return (tokens_before_eos(new_ids, eos_ids) + 1).clamp(max=min(max_new_tokens, new_ids.shape[1]))
 
 
 def measure_plain(

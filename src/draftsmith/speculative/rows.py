@@ -90,7 +90,7 @@ class Continuation:
         Returns the numbers of tokens added [b] and which of the b rows go on, ascending.
         """
         tokens = tokens.cpu()
-        before_eos = (torch.isin(tokens, self.eos_ids).cumsum(dim=1) == 0).sum(dim=1)
+        before_eos = tokens_before_eos(tokens, self.eos_ids)
         room = self.max_new_tokens - self.lengths[index]
         added = torch.minimum(torch.minimum(kept, before_eos + 1), room)
         columns = torch.arange(tokens.shape[1])
@@ -109,6 +109,11 @@ class Continuation:
     def sequences(self, input_ids: Tensor) -> Tensor:
         """[B, T + N] prompts and continuations, cut to the longest one."""
         return torch.cat([input_ids, self.tokens[:, : int(self.lengths.max())].to(input_ids.device)], dim=1)
+
+
+def tokens_before_eos(tokens: Tensor, eos_ids: Tensor) -> Tensor:
+    """[b], how many of each row of `tokens` [b, S] come before its first EOS: S without one."""
+    return (torch.isin(tokens, eos_ids).cumsum(dim=1) == 0).sum(dim=1)
 
 
 def stop_and_pad_ids(

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..kernels import has_kernels
 from ..precision import accumulation_dtype, matmul_dtype
 from ..transfer import to_device
 from .chunking import choose_chunk_size
-from .dispatch import has_row_kernels
 from .head import LinearHead
 from .pairs import DraftPairs
 from .rows import RowLosses
@@ -116,7 +116,7 @@ def _chunk_size(
 ) -> int:
     logits = len(states) * len(weight)
     if teacher_weight is not None:
-        gathers = t2d is None or has_row_kernels(states[0])  # else the draft's part of the teacher is copied out
+        gathers = t2d is None or has_kernels(states[0])  # else the draft's part of the teacher is copied out
         logits += len(teacher_weight) + (0 if gathers else len(weight))
     return choose_chunk_size(
         rows=sum(pairs.sizes), hidden_size=weight.shape[1], logits_per_row=logits, stacked=len(states),

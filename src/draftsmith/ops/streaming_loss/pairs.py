@@ -22,15 +22,16 @@ class DraftPairs:
     row_sets: Sequence[Tensor]  # K ascending [|R_k|]
 
     def __post_init__(self) -> None:
-        for step, rows in enumerate(self.row_sets):
+        places = zip(self.rows.split(self.sizes), self.entries.split(self.sizes), strict=True)
+        for step, (rows, (own, taught)) in enumerate(zip(self.row_sets, places, strict=True)):
             if (rows.diff() <= 0).any():
                 raise ValueError(f"`row_sets[{step}]` must ascend strictly")
-            if not (self._in_first(rows) and self._in_first(rows + step)):
+            if not (self._stand_at(own, rows) and self._stand_at(taught, rows + step)):
                 raise ValueError(f"`row_sets[0]` must hold t and t + {step} for every t in `row_sets[{step}]`")
 
-    def _in_first(self, rows: Tensor) -> bool:
+    def _stand_at(self, places: Tensor, rows: Tensor) -> bool:
+        """Whether ascending `rows` are those of R_0 at `places`, where they would be inserted."""
         first = self.row_sets[0]
-        places = torch.searchsorted(first, rows)
         return len(rows) == 0 or (int(places[-1]) < len(first) and torch.equal(first[places], rows))
 
     @cached_property
