@@ -83,6 +83,9 @@ def call(dtype: torch.dtype, head_dim: int) -> None:
     pointwise_triton.swiglu(query, query, query)
     pointwise_triton.swiglu_backward(query, query, query, query, query)
     pointwise_triton.rotate(query[0], query[0, 0], query[0, 0], query[0], backward=True)
+    normed, weight, rstd = query.view(-1, 4096), torch.empty(4096), torch.empty(query.numel() // 4096)
+    pointwise_triton.rms_norm(normed, normed, weight, 1e-6, normed, normed, rstd)
+    pointwise_triton.rms_norm_backward(normed, normed, normed, weight, rstd, normed)
     logits, rows = torch.empty(7, 32_000, dtype=dtype), torch.zeros(7, dtype=torch.long)
     losses.cross_entropy_rows(logits, rows, torch.empty(7), softcap=30.0)
     losses.teacher_rows(

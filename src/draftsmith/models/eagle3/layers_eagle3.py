@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import (
     eager_attention_forward,
 )
 
-from ...ops import KeptResult, made_again, rotated, select_rows, share_keys, swiglu
+from ...ops import KeptResult, made_again, rms_norm, rotated, select_rows, share_keys, swiglu
 
 
 # Rotated keys and values of one step, each [B, Hkv, S, d]; of step 0 `SharedKeys`, where our attention reads them.
@@ -29,10 +29,9 @@ StepKeys = tuple[torch.Tensor, ...]
 
 
 class Eagle3RMSNorm(LlamaRMSNorm):
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        # One kernel each way. Neither an fp32 master weight nor autocast may turn the activations fp32.
-        weight = self.weight.to(hidden_states.dtype)
-        return F.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon).to(hidden_states.dtype)
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None):
+        """The normed states; with a `residual`, the sum of both, and this normed."""
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, residual)
 
 
 class Eagle3MLP(LlamaMLP):
@@ -212,10 +211,17 @@ class Eagle3DecoderLayer(nn.Module):
         self.mlp = Eagle3MLP(config)
         self.gradient_checkpointing = False  # transformers sets it
 
-    def forward(self, embed: Callable[[], torch.Tensor], hidden_states: torch.Tensor, *args: Any, **kwargs: Any):
-        """Output `[B, S, H]` and `StepKeys` of all rows; arguments as of `embedded` and `attend`."""
+    def forward(
+        self,
+        embed: Callable[[], torch.Tensor],
+        hidden_states: torch.Tensor,
+        *args: Any,
+        norm: Eagle3RMSNorm,
+        **kwargs: Any,
+    ):
+        """Output `[B, S, H]`, that normed, and `StepKeys` of all rows; arguments as of the three parts below."""
         attended, *own_keys = self.attend(self.embedded(embed), hidden_states, *args, **kwargs)
-        return self.finish(hidden_states, attended), *own_keys
+        return *self.finish(hidden_states, attended, norm), *own_keys
 
     def embedded(
         self,
@@ -246,11 +252,16 @@ class Eagle3DecoderLayer(nn.Module):
         )  # fmt: skip
         return attended, *own_keys
 
-    def finish(self, hidden_states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The rest, row by row: from the querying rows of `attend`'s input and from its result to `[B, Q, H]`."""
+    def finish(
+        self,
+        hidden_states: torch.Tensor,  # the querying rows of `attend`'s input
+        attended: torch.Tensor,
+        norm: Eagle3RMSNorm,  # the model's last
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rest, row by row: the layer's output `[B, Q, H]`, and that normed."""
         residual = self.hidden_norm(hidden_states) if self.norm_before_residual else hidden_states
-        hidden_states = residual + self.self_attn.o_proj(attended)
-        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, normed = self.post_attention_layernorm(self.self_attn.o_proj(attended), residual)
+        return norm(self.mlp(normed), hidden_states)
 
 
 class Eagle3Head(nn.Linear):

@@ -82,6 +82,7 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
         position_ids: torch.Tensor,
         cache: Cache,
         attention_mask: torch.Tensor | None = None,
+        columns: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One drafting step with a KV cache: what a server runs.
 
@@ -91,28 +92,32 @@ class Eagle3DraftModel(Eagle3PreTrainedModel):
             position_ids: `[B, S]`.
             cache: keys and values of earlier rows; extended in place.
             attention_mask: `[B, past + S]`, 0 = padding, on the left; a sliding window counts columns.
+            columns: `[B, S]` of a cache whose size is fixed, where the mask has its width: the rows' places among all
+                columns. None: the last ones.
 
         Returns:
             logits `[B, S, D]` over the draft vocabulary and the next recurrent states `[B, S, H]`.
         """
         batch, length = input_ids.shape
-        total = cache.get_seq_length() + length
         if attention_mask is None:
-            attention_mask = input_ids.new_ones(batch, total)
-        columns = torch.arange(total - length, total, device=input_ids.device)
+            attention_mask = input_ids.new_ones(batch, cache.get_seq_length() + length)
+        if columns is None:
+            total = attention_mask.shape[1]
+            columns = torch.arange(total - length, total, device=input_ids.device)
+            columns = columns.where(attention_mask[:, -length:].bool(), -1)
         hidden_states = hidden_states.to(self.compute_dtype)
-        output, _, _ = self.midlayer(
+        output, normed, *_ = self.midlayer(
             partial(self.embed, input_ids),
             hidden_states,
             self.rotary_emb(hidden_states, position_ids),
+            norm=self.norm,
             cache=cache,
             visibility={
                 "document_ids": attention_mask.long() - 1,
-                "query_positions": columns.where(attention_mask[:, -length:].bool(), -1),
+                "query_positions": columns,
                 "sliding_window": self.config.sliding_window,
             },
         )
-        normed = self.norm(output)
         return self.lm_head(normed), normed if self.config.norm_output else output
 
     def forward(

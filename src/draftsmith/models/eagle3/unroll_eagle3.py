@@ -95,9 +95,9 @@ def _layer(
     if query_rows is not None:
         hidden_states = select_rows(hidden_states, query_rows, dim=1)
     if not recomputed:
-        return *_finish(model, hidden_states, attended), *own_keys
+        return *model.midlayer.finish(hidden_states, attended, model.norm), *own_keys
     parts = zip(hidden_states.split(RECOMPUTED_ROWS, dim=1), attended.split(RECOMPUTED_ROWS, dim=1), strict=True)
-    outputs = zip(*(run(_finish, model, *part) for part in parts), strict=True)
+    outputs = zip(*(run(model.midlayer.finish, *part, model.norm) for part in parts), strict=True)
     return *(torch.cat(pieces, dim=1) for pieces in outputs), *own_keys
 
 
@@ -134,11 +134,6 @@ def _attend(
         visibility,
         kept_result,
     )
-
-
-def _finish(model: Any, hidden_states: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    output = model.midlayer.finish(hidden_states, attended)
-    return output, model.norm(output)
 
 
 def _selected(step_keys: StepKeys, rows: Tensor | None) -> StepKeys:
