@@ -8,10 +8,13 @@ import os
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, which importing draftsmith does
+
+_device_constructors()  # cached: with what is patched below in it, `with device:` would not know `torch.empty`
 
 
 def _poisoned(create):

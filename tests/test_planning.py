@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith import planning
+from draftsmith.commands.plan import chunk_size_for
 from draftsmith.models.eagle3 import unroll_eagle3
 
 
@@ -89,16 +90,14 @@ def test_measured_peaks_are_within_a_tenth(row):
     heads, kv_heads, head_dim = head.num_attention_heads, head.num_key_value_heads, head.head_dim
     inputs = head.num_aux_hidden_states * head.hidden_size
     inputs += (3 * heads + 4 * kv_heads) * head_dim + 3 * head.intermediate_size + head.draft_vocab_size
-    made = planning.plan(
-        planning.TargetShape(target.hidden_size, target.vocab_size, head.num_aux_hidden_states, 0, 0),
-        planning.HeadShape(
-            head.hidden_size, head.intermediate_size, heads, kv_heads, head_dim, head.draft_vocab_size,
-            trained_parameters=inputs * head.hidden_size // 2,  # whose gradients the plan counts in fp32
-        ),
-        planning.Setup(
-            case.length, case.steps, case.share / 100, chunk_size=1024, recompute="recompute" in row["contender"]
-        ),
+    target_shape = planning.TargetShape(target.hidden_size, target.vocab_size, head.num_aux_hidden_states, 0, 0)
+    head_shape = planning.HeadShape(
+        head.hidden_size, head.intermediate_size, heads, kv_heads, head_dim, head.draft_vocab_size,
+        trained_parameters=inputs * head.hidden_size // 2,  # whose gradients the plan counts in fp32
     )  # fmt: skip
+    setup = planning.Setup(case.length, case.steps, case.share / 100, recompute="recompute" in row["contender"])
+    setup = replace(setup, chunk_size=chunk_size_for(target_shape, head_shape, setup))
+    made = planning.plan(target_shape, head_shape, setup)
     states = made.held["target states"] if case.whole else 0
     predicted = states + max(sum(phase.values()) for phase in made.phases.values())
     assert predicted / planning.GIB == pytest.approx(row["over_gib"], rel=0.1)
