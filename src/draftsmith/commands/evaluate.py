@@ -1,6 +1,7 @@
 """`draftsmith evaluate`: decode prompts with the head and the target, and count what the target accepts."""
 
 import math
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,9 @@ class EvaluateArguments:
     server_python: str = field(
         default=sys.executable, metadata={"help": "The Python in whose environment the launched server is installed."}
     )
+    server_flags: str = field(
+        default="", metadata={"help": "Further flags of the launched server: --server_flags='--max-model-len 8192'"}
+    )
 
     def __post_init__(self) -> None:
         if self.engine not in ("hf", *ENGINES):
@@ -89,6 +93,8 @@ class EvaluateArguments:
             )
         if self.launch and self.engine not in ("vllm", "sglang"):
             raise ValueError(f"`launch` starts vllm or sglang, not {self.engine!r}.")
+        if self.server_flags and not self.launch:
+            raise ValueError("`server_flags` are for a server that is launched: add --launch.")
         if self.plain and self.engine != "hf":
             raise ValueError("`plain` is for `engine` hf: start a server without a head to time it.")
         if self.output is not None:
@@ -157,9 +163,9 @@ def engines(target_args: TargetArguments, args: EvaluateArguments, tokenizer: An
         if not args.launch:
             yield ServerEngine(server, args), num_draft_tokens
             continue
-        port = int(server.base_url.rpartition(":")[2])
         names = (args.engine, target_args.target, args.draft)
-        command = launch_command(*names, num_draft_tokens, flags=flags, port=port, python=args.server_python)
+        options: dict[str, Any] = {"flags": [*flags, *shlex.split(args.server_flags)], "port": server.port}
+        command = launch_command(*names, num_draft_tokens, **options, python=args.server_python)
         print("starting", " ".join(command), flush=True)
         with launched(command, server.base_url):
             yield ServerEngine(server, args), num_draft_tokens

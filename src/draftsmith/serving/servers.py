@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from typing import Any
 ENGINES = ("vllm", "sglang", "openai")
 STARTUP_SECONDS = 1800  # loading and compiling a large target takes many minutes
 ANSWER_SECONDS = 3600
+DEFAULT_PORT = 8000
 TAIL = 3000  # characters of a failed server's log
 
 
@@ -35,7 +37,7 @@ def launch_command(
     num_draft_tokens: int,
     *,
     flags: Sequence[str] = (),
-    port: int = 8000,
+    port: int = DEFAULT_PORT,
     python: str = "python",
 ) -> list[str]:
     """The command that serves `target` with the head `draft`, a chain of `num_draft_tokens` per verification.
@@ -132,6 +134,7 @@ class Server:
         if engine not in ENGINES:
             raise ValueError(f"`engine` is {engine!r}: pass one of {', '.join(ENGINES)}.")
         self.engine, self.base_url = engine, base_url.rstrip("/").removesuffix("/v1")
+        self.port = urllib.parse.urlsplit(self.base_url).port or DEFAULT_PORT
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     @functools.cached_property

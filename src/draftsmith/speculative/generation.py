@@ -4,22 +4,20 @@ In each round the head drafts a chain of K tokens and the target checks them in 
 head reads the verified rows again with the target's true features, as servers do.
 """
 
-import inspect
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from ..models.eagle3 import Eagle3DraftModel
-from ..target_family import captured_outputs, text_decoder
-from .rows import Continuation, RightAlignedCache, Rows, stop_and_pad_ids
-from .verification import Proposal, choose, verify
+from .rounds import Drafter, Verifier, speculative_round
+from .rows import Continuation, Rows, stop_and_pad_ids
+from .static_rounds import StaticRounds, static_rounds_serve
+from .verification import choose
 
 
-# transformers renamed the argument within the supported range, and the old name warns on new versions.
-CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 # Layers that plain keys and values serve; recurrent and compressed states cannot take rejected tokens back.
 REWINDABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "dummy", "mlp", "moe"}
 
@@ -71,21 +69,23 @@ def speculative_generate(
     rows = Rows.of_prompts(input_ids, attention_mask)
     eos_and_pad = stop_and_pad_ids(eos_token_id, target.generation_config)
     continuation = Continuation(len(input_ids), num_draft_tokens, max_new_tokens, *eos_and_pad)
-    verifier = _Verifier(target, _aux_layer_ids(draft))
-    drafter = _Drafter(draft, num_draft_tokens, temperature)
+    verifier, drafter = Verifier(target, _aux_layer_ids(draft)), Drafter(draft, num_draft_tokens, temperature)
 
     logits, features = verifier.forward(input_ids, rows, logits_to_keep=1)
     token, _ = choose(logits[:, -1], temperature)  # [B]
     following = torch.cat([input_ids[:, 1:], token[:, None]], dim=1)  # [B, T], the token after each column
     kept = torch.full_like(rows.lengths, input_ids.shape[1])  # [B], verified columns of the last forward
     _, going = continuation.append(rows.index, token[:, None], torch.ones_like(kept))
+    static = static_rounds_serve(target, draft)
     while len(going):
-        drafter.observe(features, following, rows, going, kept)
+        columns = int(kept[going].max())  # no row reads more; what it rejected it does not see
+        drafter.read(features[:, :columns], following[:, :columns], rows)
+        drafter.stand_at(going, kept[going] - 1)
         rows = rows.advance(going, kept, [verifier.cache, drafter.cache])
-        proposal = drafter.propose(rows)
-        logits, features = verifier.forward(torch.cat([drafter.last_tokens, proposal.tokens], dim=1), rows)
-        accepted, token = verify(logits, proposal, temperature)
-        following = torch.cat([proposal.tokens, token[:, None]], dim=1).scatter(1, accepted[:, None], token[:, None])
+        if static:
+            StaticRounds(verifier, drafter, rows, max_new_tokens).finish(continuation)
+            break
+        following, accepted, features = speculative_round(verifier, drafter, rows)
         kept = accepted.cpu() + 1
         going = continuation.append_round(rows.index, following, kept)
     return continuation.sequences(input_ids), continuation.drafted, continuation.accepted_per_position
@@ -100,76 +100,6 @@ def acceptance_length(drafted: Tensor, accepted_per_position: Tensor) -> float:
     """
     rounds = int(drafted.sum()) // len(accepted_per_position)
     return 1.0 + int(accepted_per_position.sum()) / max(rounds, 1)
-
-
-class _Verifier:
-    """The target and its cache."""
-
-    def __init__(self, target: PreTrainedModel, aux_layer_ids: Sequence[int]):
-        self.target, self.aux_layer_ids, self.cache = target, aux_layer_ids, RightAlignedCache()
-        _, self.layers = text_decoder(target, target.config.get_text_config(decoder=True))
-
-    def forward(self, input_ids: Tensor, rows: Rows, logits_to_keep: int = 0) -> tuple[Tensor, Tensor]:
-        """Read S new columns: logits [b, S, V], or at least the last `logits_to_keep`, and aux states [b, S, n*Ht]."""
-        columns = input_ids.shape[1]
-        captured: dict[int, Tensor] = {}
-        with captured_outputs(self.layers, self.aux_layer_ids, captured):
-            output = self.target(
-                input_ids=input_ids,
-                attention_mask=rows.mask(columns),
-                position_ids=rows.positions(0, columns),
-                use_cache=True,
-                logits_to_keep=logits_to_keep,
-                **{CACHE_ARGUMENT: self.cache},
-            )
-        return output.logits, torch.cat([captured[i].to(input_ids.device) for i in self.aux_layer_ids], dim=-1)
-
-
-class _Drafter:
-    """The head, its cache, and where its last verified row of every sequence stands."""
-
-    last_tokens: Tensor  # [b, 1] int64, the token after that row
-    states: Tensor  # [b, 1, H], its recurrent state
-    logits: Tensor  # [b, 1, D], for the first draft
-
-    def __init__(self, draft: Eagle3DraftModel, num_draft_tokens: int, temperature: float):
-        self.draft, self.num_draft_tokens, self.temperature = draft, num_draft_tokens, temperature
-        self.cache = RightAlignedCache()
-
-    def observe(self, features: Tensor, following: Tensor, rows: Rows, going: Tensor, kept: Tensor) -> None:
-        """Run verified rows with the target's features [b, S, n*Ht] and the tokens [b, S] that follow them.
-
-        Only the first `kept[r]` are verified; they do not see the later ones, which `Rows.advance` drops.
-        """
-        columns = int(kept.max())
-        logits, states = self.draft.draft_step(
-            following[:, :columns],
-            self.draft.fuse(features[:, :columns]),
-            rows.positions(0, columns),
-            self.cache,
-            rows.mask(columns),
-        )
-        last = going.to(following.device), kept[going].to(following.device) - 1
-        self.last_tokens, self.states, self.logits = (x[last][:, None] for x in (following, states, logits))
-
-    def propose(self, rows: Rows) -> Proposal:
-        """Draft K tokens after the last verified row, and forget their keys and values again."""
-        logits, states = self.logits, self.states
-        target_ids = self.draft.to_target_ids(torch.arange(logits.shape[-1], device=logits.device))
-        draft_ids: list[Tensor] = []
-        distributions: list[Tensor] = []
-        for step in range(self.num_draft_tokens):
-            if step > 0:
-                token, position = target_ids[draft_ids[-1]][:, None], rows.positions(step - 1, step)
-                logits, states = self.draft.draft_step(token, states, position, self.cache, rows.mask(step))
-            chosen, distribution = choose(logits[:, 0], self.temperature)
-            draft_ids.append(chosen)
-            if distribution is not None:
-                distributions.append(distribution)
-        self.cache.crop(1 - self.num_draft_tokens)
-        chain = torch.stack(draft_ids, dim=1)
-        probabilities = torch.stack(distributions, dim=1) if distributions else None
-        return Proposal(target_ids[chain], chain, target_ids, probabilities)
 
 
 def _check_arguments(target: PreTrainedModel, num_draft_tokens: int, max_new_tokens: int, temperature: float) -> None:

@@ -1,8 +1,8 @@
 """Where the rows of a batch stand: their columns in the KV caches, and the tokens that they have produced.
 
-Both caches keep the tokens of a row contiguous and right-aligned: rejected columns are dropped row by row, so the rows
-of a batch accept at different speeds while the distance between columns stays the distance between positions, which is
-what sliding-window masks count. Bookkeeping lives on the CPU: a round brings its outcome there once.
+`Rows` keep a row's tokens contiguous and right-aligned in both caches: rejected columns are dropped row by row, so the
+rows of a batch accept at different speeds while the distance between columns stays the distance between positions,
+which is what sliding-window masks count. Bookkeeping lives on the CPU: a round brings its outcome there once.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,8 @@ from transformers.cache_utils import DynamicLayer
 
 class RightAlignedCache(DynamicCache):
     """Plain keys and values in every layer, windowed ones too: what a window forgets, a rejection would need again."""
+
+    columns: Tensor | None = None  # of new tokens: behind those that it holds
 
     def realign(self, going: Tensor, ends: Tensor, width: int) -> None:
         """Keep batch rows `going` [b], and of each the `width` columns before column `ends` [b]."""
@@ -62,14 +64,14 @@ class Rows:
             cache.realign(going, self.width + kept[going], width)
         return Rows(self.index[going], lengths, width, self.device)
 
-    def positions(self, start: int, stop: int) -> Tensor:
-        """[b, stop - start] position ids of new columns `start..stop-1`; 0 on padding."""
-        return (self.lengths[:, None] + torch.arange(start, stop)).clamp(min=0).to(self.device)
+    def inputs(self, cache: RightAlignedCache, start: int, stop: int) -> dict[str, Tensor]:
+        """What a model is given for new columns `start..stop-1`, the last ones of `cache` when it has read them.
 
-    def mask(self, new_columns: int) -> Tensor:
-        """[b, width + new_columns] int64, 0 on the padding at the left."""
-        columns = torch.arange(self.width + new_columns)
-        return (columns >= self.width - self.lengths[:, None]).long().to(self.device)
+        `position_ids` [b, stop - start], and `attention_mask` [b, width + stop] int64, 0 on the padding at the left.
+        """
+        positions = (self.lengths[:, None] + torch.arange(start, stop)).clamp(min=0)
+        mask = (torch.arange(self.width + stop) >= self.width - self.lengths[:, None]).long()
+        return {"position_ids": positions.to(self.device), "attention_mask": mask.to(self.device)}
 
 
 class Continuation:
