@@ -51,6 +51,7 @@ def main() -> None:
 
     print(f"\n1. Training a head on {CONVERSATIONS.name}", flush=True)
     flags = [*target_flags, "--dataset", str(training), "--output_dir", str(args.output_dir / "head")]
+    flags += ["--resume_from_checkpoint", "auto"]  # of a run that was interrupted
     trainer = train.main(["--config", str(ROOT / "configs" / "demo.yaml"), *flags, *overrides])
     plot_training(trainer.state.log_history, args.output_dir / "training.png")
 
