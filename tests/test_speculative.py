@@ -3,11 +3,17 @@
 import functools
 import itertools
 import math
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import (
     DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -21,7 +27,7 @@ from transformers import (
 )
 
 from draftsmith.models.eagle3 import Eagle3DraftModel
-from draftsmith.speculative import acceptance_length, generation, speculative_generate
+from draftsmith.speculative import acceptance_length, generation, speculative_generate, static_rounds
 from draftsmith.speculative.rows import RightAlignedCache
 from draftsmith.speculative.verification import Proposal, verify
 
@@ -187,6 +193,56 @@ def test_greedy_is_the_targets_own_under_other_attention_implementations(monkeyp
     assert sequences[:, 10:].tolist() == torch.stack(expected).tolist()
 
 
+def test_a_target_that_does_not_take_fixed_caches_is_decoded_with_growing_ones(monkeypatch, caplog):
+    target, prompts, mask, expected = greedy_case("llama")
+    draft = make_draft(target)
+    guide(monkeypatch, draft, prompts, mask, expected)
+    options = {"attention_mask": mask, "num_draft_tokens": 4, "max_new_tokens": 64}
+    growing = speculative_generate(target, draft, prompts, **options)
+    monkeypatch.setattr(generation, "static_rounds_serve", lambda target, draft: True)
+
+    def refuse(target, capacity, columns):
+        raise TypeError("this target builds biases from a mask of its own")
+
+    monkeypatch.setattr(static_rounds, "target_masks", refuse)
+    ours = speculative_generate(target, draft, prompts, **options)
+    assert [tensor.tolist() for tensor in ours] == [tensor.tolist() for tensor in growing]
+    assert "biases from a mask of its own" in caplog.text
+
+
+def test_fixed_caches_are_for_targets_that_read_them_by_position_alone(monkeypatch):
+    """GPT-Neo takes its local band from the end of the cache."""
+    on_gpu = torch.device("cuda")
+    local = GPTNeoConfig(
+        vocab_size=VOCAB, hidden_size=32, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]
+    )
+    for target, served in ((GPTNeoForCausalLM(local), False), (make_target("qwen3"), True)):
+        monkeypatch.setattr(target, "parameters", lambda: [])
+        draft = SimpleNamespace(parameters=lambda: [FakeTensor(on_gpu)])
+        assert static_rounds.static_rounds_serve(target, draft) == served
+
+
+@dataclass
+class FakeTensor:
+    device: torch.device
+    data = torch.zeros(0)
+
+
+@through_both
+def test_finished_rows_stay_within_the_positions_of_the_target(monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 32, "n_head": 4, "n_layer": 4, "initializer_range": 0.3}
+    target = GPT2LMHeadModel(GPT2Config(**sizes, n_positions=36, attn_implementation="sdpa")).eval()
+    prompts, mask = make_prompts([4, 11])
+    draft = make_draft(target)
+    expected = generate_alone(target, prompts, mask, 20, eos_token_id=None, pad_token_id=0)
+    guide(monkeypatch, draft, prompts, mask, expected)
+    sequences, _, _ = speculative_generate(
+        target, draft, prompts, attention_mask=mask, num_draft_tokens=5, max_new_tokens=20, eos_token_id=[]
+    )
+    assert sequences[:, 11:].tolist() == torch.stack(expected).tolist()
+
+
 @through_both
 @pytest.mark.parametrize("wrong", [never, sometimes])
 def test_rows_of_a_batch_equal_rows_alone_counts_included(monkeypatch, wrong):
@@ -277,6 +333,8 @@ def test_drafts_equal_serial_drafting_from_scratch(monkeypatch, options):
     for call in forwards[1:]:
         for ids, positions in zip(call["input_ids"], call["position_ids"], strict=True):
             length = int(positions[0]) + 1
+            if length == 1:
+                continue  # a finished row, in rounds of fixed shapes
             candidates = [row[:length] for row in rows if len(row) >= length and row[length - 1] == ids[0]]
             assert ids[1:].tolist() in [draft_from_scratch(target, draft, prefix, 4) for prefix in candidates]
             checked += 1

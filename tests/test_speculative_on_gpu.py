@@ -93,3 +93,21 @@ def test_eos_ends_rows_while_others_go_on(monkeypatch):
         assert row[:length].tolist() == continuation[:length].tolist() and not row[length:].any()
     rounds = int(drafted.sum()) // 5
     assert acceptance_length(drafted, accepted) == pytest.approx((sum(lengths) - 3) / rounds)
+
+
+def test_random_numbers_go_on_after_a_capture_that_failed(monkeypatch):
+    """As where a target asks the host in its forward; sampling, and training, need them afterwards."""
+    target, draft, prompts, mask, _ = case("llama", new_tokens=1)
+    decoder_layer, forward = target.model.layers[1], target.model.layers[1].forward
+
+    def asks_the_host(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        (output[0] if isinstance(output, tuple) else output).sum().item()
+        return output
+
+    monkeypatch.setattr(decoder_layer, "forward", asks_the_host)
+    sequences, _, _ = speculative_generate(
+        target, draft, prompts, attention_mask=mask, max_new_tokens=20, temperature=1.0
+    )
+    assert sequences.shape == (3, 31)
+    assert torch.rand(4, device="cuda").isfinite().all()

@@ -17,7 +17,7 @@ from draftsmith.speculative import acceptance_length, speculative_generate
 from draftsmith.target import load_target
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).parents[1]
 HEAD = ROOT / "runs" / "demo" / "head"
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -226,3 +226,12 @@ def test_the_plain_versions_equal_the_kernels(monkeypatch):
     ours = outputs()
     monkeypatch.setattr(pointwise, "_kernels", lambda tensor: None)
     torch.testing.assert_close(ours, outputs())
+
+
+@pytest.mark.parametrize(("states", "weight", "residual"), [((4, 24), (12,), None), ((4, 24), (24,), (1, 24))])
+def test_rms_norm_names_shapes_that_do_not_fit(states, weight, residual):
+    with pytest.raises(ValueError, match=r"\[4, 24\]"):
+        pointwise.rms_norm(
+            torch.ones(states, device=DEVICE), torch.ones(weight, device=DEVICE), 1e-6,
+            None if residual is None else torch.ones(residual, device=DEVICE),
+        )  # fmt: skip

@@ -41,6 +41,11 @@ def rms_norm(states, weight, eps, residual=None):
     `weight` `[H]` may have any dtype, the normed states have that of what is normed. Keeps what is normed, the weight
     itself and an fp32 of each row for its backward.
     """
+    if weight.shape != states.shape[-1:] or residual is not None and residual.shape != states.shape:
+        shapes = [list(tensor.shape) for tensor in (states, weight, residual) if tensor is not None]
+        raise ValueError(
+            f"`states`, `weight` and `residual` have the shapes {shapes}: [..., H], [H] and [..., H] fit."
+        )
     kernels = _kernels(states)
     if kernels is not None and states.shape[-1] <= kernels.MAX_NORM_WIDTH:
         if residual is None or residual.dtype == states.dtype:

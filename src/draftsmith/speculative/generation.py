@@ -82,9 +82,9 @@ def speculative_generate(
         drafter.read(features[:, :columns], following[:, :columns], rows)
         drafter.stand_at(going, kept[going] - 1)
         rows = rows.advance(going, kept, [verifier.cache, drafter.cache])
-        if static:
-            StaticRounds(verifier, drafter, rows, max_new_tokens).finish(continuation)
+        if static and StaticRounds(verifier, drafter, rows, max_new_tokens).finish(continuation):
             break
+        static = False
         following, accepted, features = speculative_round(verifier, drafter, rows)
         kept = accepted.cpu() + 1
         going = continuation.append_round(rows.index, following, kept)

@@ -37,6 +37,7 @@ def static_rounds_serve(target: PreTrainedModel, draft: Eagle3DraftModel) -> boo
         {tensor.device.type for tensor in tensors} == {"cuda"}
         and len({tensor.device for tensor in tensors}) == 1
         and config is target.config
+        and target._can_compile_fullgraph  # transformers' mark of models that read fixed caches by positions alone
         and config._attn_implementation in ATTENTION_IMPLEMENTATIONS
         and _layer_types(config) <= LAYER_TYPES
     )
@@ -140,30 +141,47 @@ class StaticRounds:
 
     def __init__(self, verifier: Verifier, drafter: Drafter, rows: Rows, max_new_tokens: int):
         self.verifier, self.drafter, self.index = verifier, drafter, rows.index
-        self.rows, self.active = (
-            SlotRows(rows.lengths.to(rows.device)),
-            torch.ones_like(rows.index, device=rows.device),
-        )
-        # A row's last round may pass the limit, and the next one, which it only sits out, begins behind it.
-        capacity = int(rows.lengths.max()) + max_new_tokens + 2 * (drafter.num_draft_tokens + 1)
+        self.rows = SlotRows(rows.lengths.to(rows.device))
+        self.active = torch.ones_like(self.rows.lengths)
+        self.standing = drafter.last_tokens, drafter.states, drafter.logits
+        self.grown: tuple | None = (verifier.cache, drafter.cache)
+        capacity = int(rows.lengths.max()) + max_new_tokens + drafter.num_draft_tokens
         exists = torch.ones(len(rows.index), capacity, dtype=torch.long, device=rows.device)
         masks = partial(target_masks, verifier.target, capacity)
         verifier.cache = SlotCache(verifier.cache, rows, capacity, masks)
         drafter.cache = SlotCache(drafter.cache, rows, capacity, lambda columns: exists)
-        self.standing = drafter.last_tokens, drafter.states, drafter.logits
 
-    def finish(self, continuation: Continuation) -> None:
-        """Decode until every row has met EOS or the limit."""
-        going = self._append(torch.arange(len(self.index)), self._round(), continuation)
-        run = self._captured() if len(going) and self.active.is_cuda else self._round
-        while len(going):
-            going = self._append(going, run(), continuation)
+    def finish(self, continuation: Continuation) -> bool:
+        """Decode until every row has met EOS or the limit.
+
+        False, with everything as it was, where the target does not take such caches: it may read more of a mask than
+        what it hides, or more of a cache than its keys.
+        """
+        with torch.cuda.device_of(self.active):  # graphs are captured on the current device
+            try:
+                outcome = self._round()
+            except Exception as error:
+                self._give_back(error)
+                return False
+            self.grown = None
+            going = self._append(torch.arange(len(self.index)), outcome, continuation)
+            run = self._captured() if len(going) and self.active.is_cuda else self._round
+            while len(going):
+                going = self._append(going, run(), continuation)
+        return True
+
+    def _give_back(self, error: Exception) -> None:
+        self.verifier.cache, self.drafter.cache = self.grown  # type: ignore[misc]
+        self.drafter.last_tokens, self.drafter.states, self.drafter.logits = self.standing
+        name = self.verifier.target.config.model_type
+        logger.warning("Decoding `%s` with growing caches, since fixed ones failed: %r", name, error)
 
     def _append(self, going: Tensor, outcome: Tensor, continuation: Continuation) -> Tensor:
         """Take what a round brought to batch rows `going`; returns those that go on."""
         outcome = outcome.cpu()[going]
         going = going[continuation.append_round(self.index[going], outcome[:, :-1], outcome[:, -1])]
         self.active.copy_(torch.isin(torch.arange(len(self.index)), going))
+        self.rows.lengths.mul_(self.active)  # finished rows take part at columns that every model has
         return going
 
     def _round(self) -> Tensor:
@@ -180,13 +198,14 @@ class StaticRounds:
 
     def _captured(self) -> Callable[[], Tensor]:
         """A round as a graph, after one that compiled what there is to compile; else as it is, and a warning."""
-        graph = torch.cuda.CUDAGraph()
+        graph, generator_state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.active.device)
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
                 outcome = self._round()
         except RuntimeError as error:
-            name, reason = self.verifier.target.config.model_type, str(error).splitlines()[0]
-            logger.warning("Decoding `%s` without a CUDA graph, which cannot hold what it does: %s", name, reason)
+            _free_generator(self.active.device, generator_state)
+            name, reason = self.verifier.target.config.model_type, str(error).partition("\n")[0]
+            logger.warning("Decoding `%s` without a CUDA graph, since capturing it failed: %s", name, reason)
             return self._round
 
         def replay() -> Tensor:
@@ -194,3 +213,10 @@ class StaticRounds:
             return outcome
 
         return replay
+
+
+def _free_generator(device: torch.device, state: Tensor) -> None:
+    """A capture that failed leaves the device's generator in it for good: every later random number would raise."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
+    torch.cuda.set_rng_state(state, device)
