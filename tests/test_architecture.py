@@ -23,7 +23,7 @@ ALLOWED = {
     "tensor_parallel": {"ops", "target_family"},
     "target": {"compiled_forwards", "target_family", "tensor_parallel", "transformers_hooks"},
     # `target` alone reads a target's weights, `models` asks it for rows; heads in the layouts of `serving` load
-    "models": {"ops", "alignment", "serving", "target", "target_family"},
+    "models": {"ops", "alignment", "hub", "serving", "target", "target_family"},
     "speculative": {"models", "target", "target_family", "transformers_hooks"},
     "hub": {"model_card", "serving"},
 }

@@ -1,8 +1,13 @@
 """What a target accepts: counts by prompt, their interval, prompt sets, and servers that count by themselves."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,7 +16,8 @@ import torch
 from draftsmith import Eagle3DraftModel
 from draftsmith.commands.evaluation_engines import ServerEngine
 from draftsmith.data import PRESETS, read_prompts
-from draftsmith.serving.servers import Server, ServerError, launch_command, launched
+from draftsmith.serving.launching import launched
+from draftsmith.serving.servers import Counters, Server, ServerError, launch_command
 from draftsmith.speculative import Acceptance, measure_acceptance, measure_plain, speculative_generate
 from draftsmith.speculative.evaluation import continuation_lengths
 from tests.tiny_models import random_tokens, tiny_model
@@ -194,6 +200,125 @@ def test_what_a_server_lacks_is_said(address, monkeypatch):
         decode("vllm", "http://127.0.0.1:9")
 
 
+ODD_ANSWERS = {
+    "html": ("openai", b"<html>log in</html>", "answered without `data.0.id`: '<html>log in"),
+    "no models": ("openai", b'{"data": []}', "answered without `data.0.id`"),
+    "no object": ("openai", b"[]", "answered without `data.0.id`"),
+    "no usage": ("openai", b'{"data": [{"id": "served"}], "choices": [{"text": ""}]}', "`usage.completion_tokens`"),
+    "another engine": ("sglang", b'{"text": "a"}', "without `meta_info`.*engine sglang"),
+    "no text": ("openai", b"\xff\xfe", "answered without `data.0.id`"),
+    "nonsense counter": ("vllm", b"vllm:spec_decode_num_drafts_total abc", "counter that cannot be read .*'abc'"),
+    "endless counter": ("vllm", b"vllm:spec_decode_num_drafts_total +Inf", "counter that cannot be read"),
+    "no position": (
+        "vllm", b"vllm:spec_decode_num_accepted_tokens_per_pos_total 1", "cannot be read .*'position'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD_ANSWERS)
+def test_odd_answers_are_errors_of_the_server(name, address, monkeypatch):
+    engine, body, message = ODD_ANSWERS[name]
+
+    def answer(handler, _text, status=200):
+        handler.send_response(status)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    monkeypatch.setattr(FakeServer, "answer", answer)
+    with pytest.raises(ServerError, match=message):
+        decode(engine, address)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_an_answer_that_breaks_off_is_an_error_of_the_server(status, address, monkeypatch):
+    def answer(handler, text, _status=200):
+        handler.send_response(status)
+        handler.send_header("Content-Length", "5000")
+        handler.end_headers()
+        handler.wfile.write(text.encode())
+
+    monkeypatch.setattr(FakeServer, "answer", answer)
+    with pytest.raises(ServerError, match="broke its answer off" if status == 200 else "answered 500"):
+        decode("openai", address)
+
+
+def test_metrics_of_others_are_not_read(address, monkeypatch):
+    whole = FakeServer.answer
+    others = '\nfoo{a="b"} abc\nvllm:spec_decode_num_drafts_total_created{engine="0"} nonsense\n'
+    monkeypatch.setattr(FakeServer, "answer", lambda handler, text: whole(handler, text + others * ("# " in text)))
+    assert decode("vllm", address).rounds == [2, 1]
+
+
+@pytest.mark.parametrize("later", [Counters(1, [1, 1]), Counters(9, [9, 0]), Counters(9, [9, 9, 9])])
+def test_counters_of_a_server_that_was_started_anew_are_no_difference(later):
+    with pytest.raises(ServerError, match="went back"):
+        later.since(Counters(3, [2, 1]))
+
+
+def test_one_failure_does_not_wait_for_the_others(address, monkeypatch):
+    def do_post(handler):
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        if body["prompt"] != [1]:
+            time.sleep(30)
+        handler.answer("too long", 400)
+
+    monkeypatch.setattr(FakeServer, "do_POST", do_post)
+    start = time.monotonic()
+    with pytest.raises(ServerError, match="answered 400: too long"):
+        Server("openai", address).complete([[2], [1], [2]], max_new_tokens=4, temperature=0.0)
+    assert time.monotonic() - start < 10
+
+
+def test_answers_are_in_the_order_of_their_prompts(address, monkeypatch):
+    def do_post(handler):
+        number = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))["prompt"][0]
+        time.sleep(0.1 * (3 - number))
+        text = {"choices": [{"text": str(number)}], "usage": {"completion_tokens": number}}
+        handler.answer(json.dumps(text))
+
+    monkeypatch.setattr(FakeServer, "do_POST", do_post)
+    answers = Server("openai", address).complete([[0], [1], [2]], max_new_tokens=4, temperature=0.0)
+    assert [answer.new_tokens for answer in answers] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://localhost:99999", "99999' .*0-65535"),
+        ("http://localhost:abc", "abc"),
+        ("http://localhost:0", "not the address"),
+        ("http://[::1", "Invalid IPv6"),
+        ("", "not the address"),
+        ("http://", "not the address"),
+        ("http://:8000", "not the address"),
+        ("http://local host:1", "not the address"),
+        ("http://a..b", "label"),
+        ("http://me:secret@localhost", "not the address"),
+        ("http://localhost/?a=b", "not the address"),
+        ("ftp://localhost:1", "not the address"),
+        ("localhost:8765", "add http:// before it"),
+    ],
+)
+def test_addresses_to_which_nothing_can_be_sent_are_refused(address, message):
+    with pytest.raises(ValueError, match=f"`base_url` is .*{message}"):
+        Server("openai", address)
+
+
+def test_a_launched_server_is_asked_where_it_is_started():
+    for given, asked, port in (
+        ("http://localhost", "http://localhost:8000", 8000),
+        ("http://127.0.0.1/v1/", "http://127.0.0.1:8000", 8000),
+        ("http://localhost:", "http://localhost:8000", 8000),
+        ("http://[::1]:81", "http://[::1]:81", 81),
+    ):
+        server = Server.to_launch("vllm", given)
+        assert (server.base_url, server.port) == (asked, port)
+    assert Server("vllm", "http://localhost").base_url == "http://localhost"
+    for elsewhere in ("http://example.com:1234", "https://localhost", "http://localhost:80/other"):
+        with pytest.raises(ValueError, match="`base_url` is .*on this machine"):
+            Server.to_launch("vllm", elsewhere)
+
+
 SERVE = (
     "import sys, http.server as h, tests.test_evaluation as t;"
     "h.ThreadingHTTPServer(('127.0.0.1', int(sys.argv[1])), t.FakeServer).serve_forever()"
@@ -218,6 +343,78 @@ def test_a_server_that_fails_to_start_shows_its_log():
     with pytest.raises(ServerError, match=r"status 3 (.|\n)*no memory left"):
         with launched([sys.executable, "-c", "print('no memory left'); exit(3)"], "http://127.0.0.1:9"):
             pass
+
+
+def test_no_other_server_is_taken_for_the_launched_one(address):
+    with pytest.raises(ServerError, match=f"`base_url` {address}: a server answers there already"):
+        with launched([sys.executable, "-c", "raise SystemExit"], address):
+            pass
+
+
+def test_a_server_that_ended_is_not_the_one_that_answers(address, monkeypatch):
+    """Another one took the port after it was found free."""
+    monkeypatch.setattr("draftsmith.serving.launching._refuse_other_server", lambda base_url: None)
+    answers_late = 'import time, sys; print("port is taken"); time.sleep(1); sys.exit(1)'
+    with pytest.raises(ServerError, match=r"status 1 (.|\n)*port is taken"):
+        monkeypatch.setattr(FakeServer, "do_GET", lambda handler: (time.sleep(2), handler.answer("")))
+        with launched([sys.executable, "-c", answers_late], address):
+            pass
+
+
+def test_a_program_that_is_none_cannot_be_started(tmp_path):
+    with pytest.raises(ServerError, match=r"nothing cannot be started: No such file"):
+        with launched([str(tmp_path / "nothing")], "http://127.0.0.1:9"):
+            pass
+
+
+ASK = """
+import sys
+from draftsmith.serving.launching import launched
+from draftsmith.serving.servers import Server
+url = f"http://127.0.0.1:{sys.argv[1]}"
+with launched([sys.executable, "-c", sys.argv[2], sys.argv[1]], url):
+    print("up", flush=True)
+    Server("openai", url).complete([[1]] * 3, max_new_tokens=4, temperature=0.0)
+"""
+NEVER_ANSWERS = """
+import sys, time, http.server as h
+class Handler(h.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "served"}]}')
+    def do_POST(self):
+        time.sleep(60)
+h.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_thread_may_launch():
+    port, names = free_port(), []
+
+    def launch():
+        with launched([sys.executable, "-c", NEVER_ANSWERS, str(port)], f"http://127.0.0.1:{port}"):
+            names.append(Server("openai", f"http://127.0.0.1:{port}").model)
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    thread.join()
+    assert names == ["served"]
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_ends_us_at_once_and_the_launched_server_with_us(number, status):
+    port = free_port()
+    command = [sys.executable, "-c", ASK, str(port), NEVER_ANSWERS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout.readline() == "up\n"
+    time.sleep(1)  # until the requests are sent
+    start = time.monotonic()
+    os.kill(process.pid, number)
+    assert process.wait(timeout=120) == status
+    assert time.monotonic() - start < 15
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
 def test_launch_commands_draft_a_chain():

@@ -134,9 +134,9 @@ def _projected_embeddings(head: HeadShape, setup: Setup) -> float:
 
 def _loss_bytes(target: TargetShape, head: HeadShape, setup: Setup) -> dict[str, float]:
     chunk = min(setup.chunk_size, max(setup.rows, 1))
-    logits = chunk * (setup.ttt_steps * head.vocab_size + (target.vocab_size if setup.has_teacher else 0))
+    teacher = target.vocab_size * target.itemsize if setup.has_teacher else 0
     parts: dict[str, float] = {
-        "logits": 2 * logits,
+        "logits": chunk * (2 * setup.ttt_steps * head.vocab_size + teacher),
         "head gradient in fp32": 4 * head.vocab_size * head.hidden_size,
         "teacher states": setup.rows * target.hidden_size * target.itemsize,
     }

@@ -107,9 +107,11 @@ def load_target(
             model.config.__dict__.pop("quantization_config", None)
             model.gguf_file = gguf_file
         if adapter is not None:
+            family.require_peft()
             from peft import PeftModel
 
             model = PeftModel.from_pretrained(model, adapter)
+            model.adapter_name_or_path = adapter  # type: ignore[assignment]
     return model.eval()
 
 
@@ -122,7 +124,7 @@ class FrozenTarget:
     Attributes: `model`; `text_config`; `aux_layer_ids`; `head_weight` [V, Ht] and `head_bias` [V] or None, whole and
     dequantised; `softcap` or None; `embedding_weight` [Vemb, Ht], the raw matrix; `precision`, e.g. "bfloat16" or
     "mxfp4". The target's logits are `z = last_hidden_state @ head_weight.T + head_bias`, with a soft cap
-    `softcap * tanh(z / softcap)`.
+    `softcap * tanh(z / softcap)`; `adapter`, the id or path that [`load_target`] put on, or None.
 
     Args:
         model: a causal language model, or a multimodal one with a text decoder; with or without a PEFT adapter.
@@ -137,6 +139,7 @@ class FrozenTarget:
         self.decoder, self.layers = family.text_decoder(model, self.text_config)
         self.aux_layer_ids = family.checked_layer_ids(aux_layer_ids, len(self.layers))
         self.precision = family.precision(model)
+        self.adapter: str | None = vars(model).get("adapter_name_or_path")
         self.embedding_weight = family.embedding_weight(model)
         self.softcap = family.softcap(self.text_config)
         self._logit_scale = family.logit_scale(self.text_config)

@@ -44,6 +44,11 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def require_peft() -> None:
+    if not is_peft_available():
+        raise ImportError("adapters need peft, which is missing: pip install draftsmith[peft]")
+
+
 def text_decoder(model: PreTrainedModel, config: PreTrainedConfig) -> tuple[PreTrainedModel, nn.ModuleList]:
     """The module that runs embedding, layers and final norm, and its layers."""
     depth = config.num_hidden_layers

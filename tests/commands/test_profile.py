@@ -221,12 +221,28 @@ def test_a_contender_without_room_is_reported(target, tmp_path, monkeypatch, cap
         ({"init_from_layer": -1}, "`init_from_layer` asks for weights"),
         ({"draft_vocab_size": 4096}, "`draft_vocab_size` is 4096"),
         ({"target": "./nowhere"}, "`target`: ./nowhere does not exist"),
+        ({"output": "/proc/heap.png"}, "`output`: /proc/heap.png cannot be written"),
+        ({"output": "/dev/null/heap.png"}, "`output`: the directory of /dev/null/heap.png cannot be made"),
+        ({"draft_hidden_size": 0}, "`draft_hidden_size` is 0"),
+        ({"draft_hidden_size": -4}, "`draft_hidden_size` is -4"),
+        ({"draft_hidden_size": 20}, "`draft_hidden_size` is 20: pass a multiple of 8"),
+        ({"draft_intermediate_size": 0}, "`draft_intermediate_size` is 0"),
     ],
 )
-def test_wrong_arguments_name_the_remedy(target, tmp_path, fields, message, capsys):
+def test_wrong_arguments_name_the_remedy(target, tmp_path, fields, message, capsys, monkeypatch):
+    if not {"supervised", "row_length"} & fields.keys():
+        monkeypatch.setattr(command, "make_step", None)
     with pytest.raises(SystemExit):
         main(["profile", *flags(target, tmp_path / "heap.png", **fields)])
     assert message in capsys.readouterr().err
+
+
+def test_rows_that_a_machine_without_gpu_cannot_hold_are_refused(target, tmp_path, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("for machines without a GPU")
+    with pytest.raises(SystemExit):
+        main(["profile", *flags(target, tmp_path / "heap.png", row_length=8192)])
+    assert "`row_length` is 8192" in capsys.readouterr().err
 
 
 def test_without_matplotlib_nothing_is_run(target, tmp_path, monkeypatch, capsys):

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftsmith.serving.servers import launch_command, launched
+from draftsmith.serving.launching import launched
+from draftsmith.serving.servers import launch_command
 
 
 @dataclass(frozen=True)

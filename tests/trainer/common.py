@@ -37,8 +37,9 @@ def make_rows(lengths, *, supervised=None, seed=0):
 
 
 def make_trainer(
-    output_dir, rows, *, eval_rows=None, target=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(), **options
-):
+    output_dir, rows, *, eval_rows=None, target=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(),
+    peft_config=None, **options,
+):  # fmt: skip
     target = target or make_target()
     torch.manual_seed(1)
     draft = draft or Eagle3DraftModel.from_target(target)
@@ -58,7 +59,9 @@ def make_trainer(
         **options,
     }
     args = Eagle3TrainingArguments(str(output_dir), **options)
-    return trainer_class(draft, target, args, train_dataset=rows, eval_dataset=eval_rows, callbacks=list(callbacks))
+    given = {} if peft_config is None else {"peft_config": peft_config}
+    datasets = {"train_dataset": rows, "eval_dataset": eval_rows}
+    return trainer_class(draft, target, args, **datasets, callbacks=list(callbacks), **given)
 
 
 def weights_of(trainer):

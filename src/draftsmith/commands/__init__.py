@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a draft head on a frozen target",
     "evaluate": "decode held-out prompts speculatively and measure the acceptance length",
     "export": "write a head in the layout that a server reads, or say why it does not serve it",
+    "card": "write the model card of a head from its config, its run and its evaluations",
 }
 
 

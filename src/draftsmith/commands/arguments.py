@@ -1,12 +1,17 @@
 """Arguments that several commands share: which target, which head."""
 
+import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..models.eagle3 import Eagle3DraftConfig
 from ..target import load_target
 from ..tensor_parallel import check_placement
+from ..trainer.adapters import read_peft_config
 
 
 def check_local_path(name: str, value: str) -> None:
@@ -15,13 +20,24 @@ def check_local_path(name: str, value: str) -> None:
         raise ValueError(f"`{name}`: {value} does not exist.")
 
 
-def check_output(name: str, value: str) -> None:
-    """Raise for a file that could not be written when the work is done."""
+def check_output(name: str, value: str, beside: tuple[str, ...] = ()) -> None:
+    """Raise for a file that could not be written when the work is done, or those `beside` it, by their suffixes."""
     path = Path(value)
     if not value or path.is_dir():
         raise ValueError(f"`{name}` is {value!r}, {'a directory' if value else 'empty'}: name a file.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"`{name}`: the directory of {value} does not exist: make it, or name another.")
+    for written in (path, *map(path.with_suffix, beside)):
+        if written.exists() and not written.is_file():
+            kind = "a directory" if written.is_dir() else "no regular file"
+            raise ValueError(f"`{name}` is {value}, but {written} would be written, which is {kind}: name another.")
+        try:
+            tempfile.NamedTemporaryFile(prefix=f".{written.name}-", dir=written.parent).close()
+        except OSError as error:
+            raise ValueError(f"`{name}`: {written} cannot be written ({error.strerror}): name another.") from error
+
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass
@@ -43,13 +59,19 @@ class TargetArguments:
 
     def __post_init__(self) -> None:
         check_local_path("target", self.target)
+        if self.target_adapter is not None:
+            check_local_path("target_adapter", self.target_adapter)
+        if self.target_dtype not in DTYPES:
+            raise ValueError(f"`target_dtype` is {self.target_dtype!r}: pass one of {', '.join(DTYPES)}.")
+
+    def config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(self.target, **self._source())
 
     def check_placement(self, tp_size: int) -> None:
         """Raise what `load` would raise for `tp_size`, from the config alone."""
         if tp_size == 1:
             return
-        config = AutoConfig.from_pretrained(self.target, **self._source())
-        check_placement(config, tp_size, adapter=self.target_adapter, gguf_file=self.target_gguf_file)
+        check_placement(self.config(), tp_size, adapter=self.target_adapter, gguf_file=self.target_gguf_file)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(self.target, **self._source())
@@ -69,6 +91,29 @@ class TargetArguments:
         if self.target_gguf_file is not None:
             source["gguf_file"] = self.target_gguf_file
         return source
+
+
+@dataclass
+class AdapterArguments:
+    """An adapter on the head that `draft` names, which stays as it is."""
+
+    peft_config: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Train an adapter (pip install draftsmith[peft]): a JSON file such as adapter_config.json, or the "
+            "fields of any peft method on layers: "
+            '\'{"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "all-linear"}\'. '
+            'To train the output head too, add "modules_to_save": ["lm_head"].'
+        },
+    )
+
+    def load(self, draft: str | None) -> Any | None:
+        """The peft config for a head that exists."""
+        if self.peft_config is None:
+            return None
+        if draft is None:
+            raise ValueError("`peft_config` adapts a head that exists: name it with `draft`.")
+        return read_peft_config(self.peft_config)
 
 
 @dataclass
@@ -97,6 +142,13 @@ class DraftArguments:
         metadata={"help": "Attention of the head; `sdpa` and `eager` are for comparison."},
     )
 
+    def __post_init__(self) -> None:
+        if self.draft is not None:
+            check_local_path("draft", self.draft)
+        for name in ("draft_hidden_size", "draft_intermediate_size", "draft_sliding_window"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"`{name}` is {value}: pass at least 1, or leave it out.")
+
     def architecture_given(self) -> list[str]:
         """The fields that ask for an architecture, for a head that has one already."""
         asking = (item for item in fields(self) if item.name not in ("draft", "draft_attn_implementation"))
@@ -116,3 +168,25 @@ class DraftArguments:
             "attn_implementation": self.draft_attn_implementation,
         }
         return {name: value for name, value in options.items() if value is not None}
+
+    def head_config(self, target: PreTrainedConfig, draft_vocab_size: int | None) -> Eagle3DraftConfig:
+        """Of the new head that `draftsmith train` would make, from the target's config alone."""
+        family = f"`target` is of the family `{target.model_type}`, for which no head can be made"
+        if target.is_encoder_decoder:
+            raise ValueError(f"{family}: it has an encoder. Name a decoder-only target.")
+        options = {name: value for name, value in self.options().items() if name != "init_from_layer"}
+        try:
+            text = target.get_text_config(decoder=True)
+            depth, heads = text.num_hidden_layers, text.num_attention_heads
+            if self.init_from_layer is not None and not -depth <= self.init_from_layer < depth:
+                raise ValueError(f"`init_from_layer` is {self.init_from_layer}, but the target has {depth} layers.")
+            if self.draft_hidden_size is not None and self.draft_hidden_size % (2 * heads):  # rope rotates pairs
+                raise ValueError(
+                    f"`draft_hidden_size` is {self.draft_hidden_size}: pass a multiple of {2 * heads}, for the "
+                    f"target's {heads} attention heads of an even width."
+                )
+            return Eagle3DraftConfig.from_target(target, draft_vocab_size=draft_vocab_size, **options)
+        except AttributeError as error:
+            raise ValueError(f"{family}: {error}. Name a target of another family.") from error
+        except StrictDataclassError as error:
+            raise ValueError(f"{family}: {error}") from error

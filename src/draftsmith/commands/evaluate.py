@@ -2,30 +2,36 @@
 
 import math
 import shlex
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import set_seed
+from transformers import PreTrainedConfig, set_seed
 
 from ..data import PRESETS, LabelledPrompt, prompt_ids, read_prompts
 from ..models.eagle3 import Eagle3DraftConfig
+from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..serving.compatibility import launch_flags
-from ..serving.servers import ENGINES, Server, ServerError, launch_command, launched
+from ..serving.launching import launched
+from ..serving.servers import ENGINES, Server, ServerError, launch_command
 from .arguments import TargetArguments, check_local_path, check_output
 from .evaluation_engines import Engine, ServerEngine, TransformersEngine
-from .evaluation_report import Group, Report, write_report
+from .evaluation_report import BESIDE, Group, Report, can_plot, write_report
 from .parsing import UsageError, parse, usage_errors
+
+
+LEAST_TEMPERATURE = 1e-3  # above 0: logits divided by less overflow
 
 
 @dataclass
 class EvaluateArguments:
     """What to decode, and how."""
 
-    draft: str = field(metadata={"help": "The head: a directory or Hub id."})
+    draft: str = field(metadata={"help": "The head, or an adapter of one: a directory or Hub id."})
     prompts: list[str] = field(
         metadata={
             "help": f"Prompts: presets ({', '.join(PRESETS)}; `<preset>=<file>` for a local copy), JSON Lines, JSON "
@@ -84,8 +90,21 @@ class EvaluateArguments:
         for name, least in (("num_draft_tokens", 1), ("length_buckets", 1), ("temperature", 0)):
             if wrong := [value for value in getattr(self, name) if not least <= value < math.inf]:
                 raise ValueError(f"`{name}` has {wrong[0]}: pass at least {least}.")
+        if wrong := [value for value in self.temperature if 0 < value < LEAST_TEMPERATURE]:
+            raise ValueError(f"`temperature` has {wrong[0]}: pass at least {LEAST_TEMPERATURE}, or 0 for greedy.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` is {self.seed}: pass 0 to {2**32 - 1}.")
         if not self.num_draft_tokens or not self.temperature:
             raise ValueError("`num_draft_tokens` and `temperature` need a value each.")
+        self._check_server()
+        if self.plain and self.engine != "hf":
+            raise ValueError("`plain` is for `engine` hf: start a server without a head to time it.")
+        if self.output is not None and Path(self.output).suffix in BESIDE:
+            raise ValueError(f"`output` is {self.output}: name the JSON file, beside which those are written.")
+        if self.output is not None:
+            check_output("output", self.output, BESIDE)
+
+    def _check_server(self) -> None:
         if self.engine != "hf" and not self.launch and len(self.num_draft_tokens) > 1:
             raise ValueError(
                 f"`num_draft_tokens` is {self.num_draft_tokens}, but a running server drafts as many as it was "
@@ -95,12 +114,23 @@ class EvaluateArguments:
             raise ValueError(f"`launch` starts vllm or sglang, not {self.engine!r}.")
         if self.server_flags and not self.launch:
             raise ValueError("`server_flags` are for a server that is launched: add --launch.")
-        if self.plain and self.engine != "hf":
-            raise ValueError("`plain` is for `engine` hf: start a server without a head to time it.")
-        if self.output is not None:
-            check_output("output", self.output)
-        if self.output is not None and Path(self.output).suffix in (".md", ".png"):
-            raise ValueError(f"`output` is {self.output}: name the JSON file, beside which those are written.")
+        if self.launch and shutil.which(self.server_python) is None:
+            raise ValueError(f"`server_python` is {self.server_python!r}, no program: pass the path of a Python.")
+        self.split_server_flags()
+        if self.engine != "hf":
+            self.server()
+
+    def split_server_flags(self) -> list[str]:
+        try:
+            flags = shlex.split(self.server_flags)
+        except ValueError as error:
+            raise ValueError(f"`server_flags` is {self.server_flags!r} ({error}): quote it as for a shell.") from error
+        if any(flag.partition("=")[0] == "--port" for flag in flags):
+            raise ValueError("`server_flags` has --port: name the port in `base_url`, where the server is asked.")
+        return flags
+
+    def server(self) -> Server:
+        return (Server.to_launch if self.launch else Server)(self.engine, self.base_url)
 
 
 def main(argv: Sequence[str] | None = None) -> Report:
@@ -109,9 +139,14 @@ def main(argv: Sequence[str] | None = None) -> Report:
         prompts = read_prompts(args.prompts, split=args.split)
         tokenizer = target_args.load_tokenizer()
         groups = grouped(prompts, tokenizer, args)
+        if args.engine == "hf":
+            check_lengths(groups, target_args.config(), args.max_new_tokens)
+    if args.output is not None and not can_plot():
+        print("no plot, which needs matplotlib: pip install draftsmith[plot]")
     report = Report(settings={**asdict(args), "target": target_args.target})
-    with _as_usage_error():
-        for engine, num_draft_tokens in engines(target_args, args, tokenizer):
+    # closed at once, whatever is raised here: a server that was launched ends with it
+    with _as_usage_error(), closing(engines(target_args, args, tokenizer)) as tried:
+        for engine, num_draft_tokens in tried:
             for temperature in args.temperature:
                 set_seed(args.seed)
                 counts = [engine.decode(group.ids, num_draft_tokens, temperature, group.name) for group in groups]
@@ -121,8 +156,8 @@ def main(argv: Sequence[str] | None = None) -> Report:
                 report.add(num_draft_tokens, temperature, groups, counts, plain)
                 print(report.results[-1].table())
                 print(report.results[-1].summary(), flush=True)
-    if args.output is not None:
-        write_report(report, Path(args.output))
+                if args.output is not None:  # after each, since a later one may fail
+                    write_report(report, Path(args.output))
     return report
 
 
@@ -147,7 +182,27 @@ def grouped(prompts: Sequence[LabelledPrompt], tokenizer: Any, args: EvaluateArg
     return list(groups.values())
 
 
-def engines(target_args: TargetArguments, args: EvaluateArguments, tokenizer: Any) -> Iterator[tuple[Engine, int]]:
+def check_lengths(groups: Sequence[Group], config: PreTrainedConfig, max_new_tokens: int) -> None:
+    """Raise for a prompt that does not fit into the target's positions with its answer."""
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if limit is None:
+        return
+    if rope.get("rope_type") == "dynamic":
+        limit = int(limit * rope["factor"])
+    for group in groups:
+        if (longest := max(map(len, group.ids))) + max_new_tokens > limit:
+            raise ValueError(
+                f"`prompts`: one of {group.category} has {longest} tokens, which with `max_new_tokens` "
+                f"{max_new_tokens} exceeds the target's {limit} positions (`max_position_embeddings`): leave it out, "
+                "or ask for fewer tokens."
+            )
+
+
+def engines(
+    target_args: TargetArguments, args: EvaluateArguments, tokenizer: Any
+) -> Generator[tuple[Engine, int], None, None]:
     """Who decodes, with each number of draft tokens."""
     if args.engine == "hf":
         with usage_errors():
@@ -155,16 +210,21 @@ def engines(target_args: TargetArguments, args: EvaluateArguments, tokenizer: An
         for num_draft_tokens in args.num_draft_tokens:
             yield engine, num_draft_tokens
         return
-    server = Server(args.engine, args.base_url)
+    server = args.server()
     if args.launch:
         with usage_errors():
+            if is_adapter(args.draft):
+                raise ValueError(
+                    f"`draft` {args.draft} is an adapter, which no server reads: merge it with `draftsmith export "
+                    "--merge`, or evaluate with `engine` hf."
+                )
             flags = launch_flags(Eagle3DraftConfig.from_pretrained(args.draft).to_diff_dict(), args.engine)
     for num_draft_tokens in args.num_draft_tokens:
         if not args.launch:
             yield ServerEngine(server, args), num_draft_tokens
             continue
         names = (args.engine, target_args.target, args.draft)
-        options: dict[str, Any] = {"flags": [*flags, *shlex.split(args.server_flags)], "port": server.port}
+        options: dict[str, Any] = {"flags": [*flags, *args.split_server_flags()], "port": server.port}
         command = launch_command(*names, num_draft_tokens, **options, python=args.server_python)
         print("starting", " ".join(command), flush=True)
         with launched(command, server.base_url):

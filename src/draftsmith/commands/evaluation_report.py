@@ -115,17 +115,22 @@ def _as_dict(counts: Acceptance) -> dict[str, Any]:
     }
 
 
+BESIDE = (".md", ".png")  # the suffixes of what goes beside the JSON
+
+
 def write_report(report: Report, path: Path) -> None:
     """JSON at `path`, beside it the tables as Markdown and, where matplotlib is installed, the plot as PNG."""
     write_json({"settings": report.settings, "results": [result.as_dict() for result in report.results]}, path)
     text = "\n\n".join(f"{result.summary()}\n\n{result.table()}" for result in report.results)
     with written_whole(path.with_suffix(".md")) as unfinished:
         unfinished.write_text(text + "\n")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("no plot, which needs matplotlib: pip install draftsmith[plot]")
-        return
-    with written_whole(path.with_suffix(".png")) as unfinished:
-        plot(report, unfinished)
+    if can_plot():
+        with written_whole(path.with_suffix(".png")) as unfinished:
+            plot(report, unfinished)
+
+
+def can_plot() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(report: Report, path: Path) -> None:

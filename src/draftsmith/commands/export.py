@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from ..model_card import RUN_FILE
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
+from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
 from ..serving import compatibility
 from ..serving.directory import check_new, whole_directory
@@ -25,7 +28,7 @@ from .parsing import parse, usage_errors
 class ExportArguments:
     """What to write, and for whom."""
 
-    draft: str = field(metadata={"help": "The head: a directory or Hub id, in either format."})
+    draft: str = field(metadata={"help": "The head: a directory or Hub id, in either format, or an adapter of one."})
     output: str = field(metadata={"help": "Directory to write; it must not exist."})
     format: str = field(
         default="default", metadata={"help": "`default` (vLLM, SGLang) or `speculators` (`vllm serve <output>`)."}
@@ -37,6 +40,9 @@ class ExportArguments:
         default=None, metadata={"help": "Hub id or directory of the target; its config is checked against the head."}
     )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the target."})
+    merge: bool = field(
+        default=False, metadata={"help": "Merge an adapter into its base head: servers read whole heads alone."}
+    )
     num_draft_tokens: int = field(
         default=5, metadata={"help": "Tokens drafted per verification, written into the `speculators` format."}
     )
@@ -61,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the directory, say who serves it, and return it."""
     (args,) = parse((ExportArguments,), argv)
     with usage_errors():
+        check_merge(args)
         draft = Eagle3DraftModel.from_pretrained(args.draft)
         target_config = None
         if args.target is not None:
@@ -69,6 +76,16 @@ def main(argv: Sequence[str] | None = None) -> Path:
         export(draft, args, target_config)
     print(report(draft, args))
     return Path(args.output)
+
+
+def check_merge(args: ExportArguments) -> None:
+    """Raise unless `merge` is given exactly where there is an adapter."""
+    if args.merge != is_adapter(args.draft):
+        raise ValueError(
+            f"`merge`: {args.draft} is a whole head: leave it out."
+            if args.merge
+            else f"`draft` {args.draft} is an adapter, which no server reads: add --merge to write its head with it."
+        )
 
 
 def fit_to_target_config(config: Eagle3DraftConfig, target_config: PreTrainedConfig) -> None:
@@ -98,6 +115,8 @@ def export(draft: Eagle3DraftModel, args: ExportArguments, target_config: PreTra
     try:
         with whole_directory(Path(args.output)) as directory:
             WRITERS[args.format](draft, directory, args, target_config)
+            if (record := Path(args.draft) / RUN_FILE).is_file():  # what the card will tell
+                shutil.copyfile(record, directory / RUN_FILE)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"`output`: {args.output} could not be written: {error}. Make room, or name another directory."

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 
 
@@ -208,5 +209,5 @@ def usage_errors() -> Iterator[None]:
     """What loading and checking raise for unusable input becomes a [`UsageError`], before long work starts."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:  # the last one: of a broken config
         raise UsageError(str(error)) from error

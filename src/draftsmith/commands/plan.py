@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from .. import planning
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
@@ -82,8 +82,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     target_args, draft_args, args = parse((TargetArguments, DraftArguments, PlanArguments), argv)
     with usage_errors():
         memory = args.memory()
-        config = AutoConfig.from_pretrained(target_args.target, **target_args._source())
-        target, head = shapes(config, draft_args, args.draft_vocab_size)
+        if target_args.target_adapter is not None:
+            raise ValueError("`target_adapter`: the weights of an adapter are not counted: leave it out.")
+        dtype = target_args.target_dtype
+        target, head = shapes(target_args.config(), draft_args, args.draft_vocab_size, target_dtype=dtype)
     report = make_report(target, head, args.setup(), memory)
     print(render(report))
     if args.output is not None:
@@ -92,12 +94,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def shapes(
-    config: PreTrainedConfig, draft_args: DraftArguments, draft_vocab_size: int | None
+    config: PreTrainedConfig,
+    draft_args: DraftArguments,
+    draft_vocab_size: int | None,
+    *,
+    target_dtype: str = "auto",
 ) -> tuple[planning.TargetShape, planning.HeadShape]:
-    """Sizes of the target and of the head that `draftsmith train` would make for it, without allocating either."""
-    options = {name: value for name, value in draft_args.options().items() if name != "init_from_layer"}
-    draft_config = Eagle3DraftConfig.from_target(config, draft_vocab_size=draft_vocab_size, **options)
+    """Sizes of the target and of the head that `draftsmith train` would train for it, without allocating either."""
+    draft_config = _draft_config(config, draft_args, draft_vocab_size)
     text = config.get_text_config()
+    itemsize = _itemsize(config, target_dtype)
     with torch.device("meta"):
         target = auto_class_of(config).from_config(config, attn_implementation="eager")
         head = Eagle3DraftModel(draft_config)
@@ -107,8 +113,9 @@ def shapes(
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             aux_states=draft_config.num_aux_hidden_states,
-            weight_bytes=_weight_bytes(target, config),
+            weight_bytes=_weight_bytes(target, config, itemsize),
             layer_width=_layer_width(text),
+            itemsize=itemsize,
         ),
         planning.HeadShape(
             hidden_size=draft_config.hidden_size,
@@ -122,12 +129,42 @@ def shapes(
     )
 
 
-def _weight_bytes(target: torch.nn.Module, config: PreTrainedConfig) -> int:
+def _draft_config(
+    config: PreTrainedConfig, draft_args: DraftArguments, draft_vocab_size: int | None
+) -> Eagle3DraftConfig:
+    """Of the head that `draft` names, or of a new one."""
+    if draft_args.draft is None:
+        return draft_args.head_config(config, draft_vocab_size)
+    given = draft_args.architecture_given() + ["`draft_vocab_size`"] * (draft_vocab_size is not None)
+    if given:
+        raise ValueError(f"`draft` keeps its architecture and its vocabulary: leave out {', '.join(given)}.")
+    try:
+        draft_config = Eagle3DraftConfig.from_pretrained(draft_args.draft)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"`draft` {draft_args.draft} has no config of a head to read: {error}") from error
+    text = config.get_text_config(decoder=True)
+    made_for, sizes = (draft_config.vocab_size, draft_config.target_hidden_size), (text.vocab_size, text.hidden_size)
+    if made_for != sizes:
+        raise ValueError(
+            f"`draft` {draft_args.draft} was made for a target whose embedding is {made_for}, this one's is {sizes}: "
+            "it belongs to another target."
+        )
+    return draft_config
+
+
+def _itemsize(config: PreTrainedConfig, target_dtype: str) -> int:
+    """Bytes of a number of the target as it is loaded: `auto` is as stored, 2 where the config does not say."""
+    stored = config.dtype or config.get_text_config().dtype or "bfloat16"
+    dtype = str(stored).removeprefix("torch.") if target_dtype == "auto" else target_dtype
+    return getattr(torch, dtype).itemsize
+
+
+def _weight_bytes(target: torch.nn.Module, config: PreTrainedConfig, itemsize: int) -> int:
     quantisation = getattr(config, "quantization_config", None) or {}
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation.quant_method
-    per_weight = QUANTISED_BYTES.get(str(method), 2.0)
+    per_weight = QUANTISED_BYTES.get(str(method), itemsize)
     return sum(
-        round(weight.numel() * (per_weight if ".layers." in name and weight.dim() > 1 else 2))
+        round(weight.numel() * (per_weight if ".layers." in name and weight.dim() > 1 else itemsize))
         for name, weight in target.named_parameters()
     )
 
@@ -135,7 +172,8 @@ def _weight_bytes(target: torch.nn.Module, config: PreTrainedConfig) -> int:
 def _layer_width(text: PreTrainedConfig) -> int:
     """Elements per token at the widest moment of a layer: the MLP's gate, up and product beside three states."""
     experts = getattr(text, "num_experts_per_tok", None) or 1
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    width = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None)
+    width = width or 4 * text.hidden_size  # of GPT-2 and its relatives, which name it otherwise or not at all
     return 3 * experts * width + 3 * text.hidden_size
 
 

@@ -19,17 +19,17 @@ from typing import Any, Literal
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig
 
 from ..data import DraftCollator
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..ops.streaming_loss.reference import reference_draft_loss
-from .arguments import DraftArguments, TargetArguments
+from .arguments import DraftArguments, TargetArguments, check_output
 from .heap import BACKWARD, Heap, attempt, draw, mark, marked, record, unit_of
 from .parsing import parse, usage_errors
 from .prepare import write_json
 
 
+MOST_ROWS_ON_CPU = 1024  # the kernel ends a process that takes too much, with nothing to catch
 PERIOD = 1024  # tokens that one turn of the user and one of the assistant take together
 
 
@@ -64,9 +64,6 @@ class ProfileArguments:
             raise ValueError(f"`supervised` is {self.supervised}: pass a share above 0, at most 1.")
         if Path(self.output).suffix != ".png":
             raise ValueError(f"`output` is {self.output}: the chart is a PNG, pass a name that ends in .png.")
-        for path in (Path(self.output), Path(self.output).with_suffix(".json")):
-            if path.is_dir():
-                raise ValueError(f"`output`: {path} is a directory: name another chart.")
         if importlib.util.find_spec("matplotlib") is None:
             raise ImportError("`output` is drawn by matplotlib, which is missing: pip install draftsmith[plot]")
 
@@ -76,8 +73,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     target_args, draft_args, args = parse((TargetArguments, DraftArguments, ProfileArguments), argv)
     output, device = Path(args.output), torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with usage_errors():
-        step = make_step(head_config(target_args, draft_args, args), args, device)
-        output.parent.mkdir(parents=True, exist_ok=True)
+        config = head_config(target_args, draft_args, args)
+        if device.type == "cpu" and args.row_length > MOST_ROWS_ON_CPU:
+            raise ValueError(
+                f"`row_length` is {args.row_length}, and without a GPU dense attention over it would take the memory "
+                f"of this machine: pass at most {MOST_ROWS_ON_CPU}."
+            )
+        make_room(output)
+        step = make_step(config, args, device)
     with marked(step.draft, args.ttt_steps) as phases:
         heaps = {name: profile_contender(step, contender) for name, contender in CONTENDERS.items()}
     report = make_report(step, heaps, asdict(args) | {"target": target_args.target})
@@ -95,8 +98,18 @@ def head_config(target_args: TargetArguments, draft_args: DraftArguments, args: 
     for name in ("draft", "init_from_layer"):
         if getattr(draft_args, name) is not None:
             raise ValueError(f"`{name}` asks for weights, but these are random here: leave it out.")
-    config = AutoConfig.from_pretrained(target_args.target, **target_args._source())
-    return Eagle3DraftConfig.from_target(config, draft_vocab_size=args.draft_vocab_size, **draft_args.options())
+    return draft_args.head_config(target_args.config(), args.draft_vocab_size)
+
+
+def make_room(chart: Path) -> None:
+    """Make the chart's directory, and raise unless it and its figures can be written there."""
+    try:
+        chart.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`output`: the directory of {chart} cannot be made ({error.strerror}): name another."
+        ) from error
+    check_output("output", str(chart), (".json",))
 
 
 @dataclass

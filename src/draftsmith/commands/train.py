@@ -10,30 +10,33 @@ from transformers import PreTrainedModel, set_seed
 from transformers.trainer_callback import TrainerCallback
 
 from ..data import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
+from ..hub import HubError
 from ..models.eagle3 import Eagle3DraftModel
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
-from .arguments import DraftArguments, TargetArguments
+from .arguments import AdapterArguments, DraftArguments, TargetArguments
 from .parsing import UsageError, parse, usage_errors
+from .run_record import with_sources
 
 
 logger = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> Eagle3Trainer:
-    """Train, save the head in the target's dtype to `output_dir`, and return the trainer.
+    """Train, save the head, or its adapter, in the target's dtype to `output_dir`, and return the trainer.
 
     A run that a signal ends saves a checkpoint only and exits with status 128 plus the signal's number, as if that had
     killed it: launchers and schedulers must not take it for a finished one. Other faults exit with status 1.
     """
-    target_args, draft_args, data_args, args = parse(
-        (TargetArguments, DraftArguments, DataArguments, Eagle3TrainingArguments), argv
+    target_args, draft_args, adapter_args, data_args, args = parse(
+        (TargetArguments, DraftArguments, AdapterArguments, DataArguments, Eagle3TrainingArguments), argv
     )
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
         target_args.check_placement(args.target_tp)
+        peft_config = adapter_args.load(draft_args.draft)
         tokenizer = target_args.load_tokenizer()
         with args.main_process_first(desc="data preparation"):
             data = prepare_datasets(data_args, tokenizer)
@@ -47,8 +50,10 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
             eval_dataset=data.evaluation,
             processing_class=tokenizer,
             chat_template_kwargs=data_args.chat_template_kwargs,
+            peft_config=peft_config,
             callbacks=list(callbacks),
         )
+        trainer.record = with_sources(trainer.record, target_args, draft_args, data_args, data, draft)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.stopped_by is None:
@@ -62,6 +67,12 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     trainer.save_state()
     if data.evaluation is not None:
         trainer.save_metrics("eval", trainer.evaluate())
+        trainer.save_record()
+    if args.push_to_hub:
+        try:
+            trainer.push_to_hub()
+        except HubError as error:
+            sys.exit(f"error: {error}")
     return trainer
 
 

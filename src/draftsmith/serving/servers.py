@@ -1,29 +1,24 @@
 """Running vLLM and SGLang servers: how they are started with a head, asked for text, and what they counted."""
 
 import functools
+import http.client
 import json
-import os
 import re
-import signal
-import subprocess
-import tempfile
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 
 ENGINES = ("vllm", "sglang", "openai")
-STARTUP_SECONDS = 1800  # loading and compiling a large target takes many minutes
 ANSWER_SECONDS = 3600
 DEFAULT_PORT = 8000
-TAIL = 3000  # characters of a failed server's log
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 class ServerError(RuntimeError):
@@ -60,47 +55,6 @@ def launch_command(
     raise ValueError(f"`engine` is {engine!r}: vllm and sglang can be launched; start any other server yourself.")
 
 
-@contextmanager
-def launched(command: Sequence[str], base_url: str, *, environment: dict[str, str] | None = None) -> Iterator[None]:
-    """Start a server, wait until it answers, and end it and its children."""
-    with tempfile.NamedTemporaryFile(mode="w+", suffix=".log") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
-        try:
-            _wait_until_healthy(process, base_url, Path(log.name))
-            yield
-        finally:
-            _end(process)
-
-
-def _wait_until_healthy(process: subprocess.Popen, base_url: str, log: Path) -> None:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerError(
-                f"The server ended with status {process.returncode} before it answered. Its log ends with:\n"
-                f"{log.read_text(errors='replace')[-TAIL:]}"
-            )
-        try:
-            with urllib.request.urlopen(f"{base_url}/health", timeout=5):
-                return
-        except OSError:  # not yet: refused, or answered with an error
-            time.sleep(1)
-    raise ServerError(f"The server did not answer within {STARTUP_SECONDS} s.")
-
-
-def _end(process: subprocess.Popen) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=30)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
-
-
 @dataclass(frozen=True)
 class Counters:
     """What a server has verified since it started."""
@@ -111,7 +65,9 @@ class Counters:
     def since(self, earlier: "Counters") -> "Counters":
         """The difference; a server that has not drafted yet shows no positions."""
         before = earlier.accepted_per_position or [0] * len(self.accepted_per_position)
-        positions = [late - early for late, early in zip(self.accepted_per_position, before, strict=True)]
+        positions = [late - early for late, early in zip(self.accepted_per_position, before, strict=False)]
+        if len(before) != len(self.accepted_per_position) or min(self.rounds - earlier.rounds, *positions, 0) < 0:
+            raise ServerError("The server's counters went back: it was started anew meanwhile. Evaluate once more.")
         return Counters(self.rounds - earlier.rounds, positions)
 
 
@@ -133,49 +89,90 @@ class Server:
     def __init__(self, engine: str, base_url: str, api_key: str | None = None):
         if engine not in ENGINES:
             raise ValueError(f"`engine` is {engine!r}: pass one of {', '.join(ENGINES)}.")
+        _check_address(base_url)
         self.engine, self.base_url = engine, base_url.rstrip("/").removesuffix("/v1")
-        self.port = urllib.parse.urlsplit(self.base_url).port or DEFAULT_PORT
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    @classmethod
+    def to_launch(cls, engine: str, base_url: str) -> "Server":
+        """One that is started on this machine, at DEFAULT_PORT where the address names none."""
+        server = cls(engine, base_url)
+        parts = urllib.parse.urlsplit(server.base_url)
+        if parts.hostname not in LOCAL_HOSTS or parts.scheme != "http" or parts.path:
+            raise ValueError(
+                f"`base_url` is {base_url!r}, but `launch` starts the server on this machine: pass "
+                f"http://localhost:{DEFAULT_PORT} or another port of one of {', '.join(LOCAL_HOSTS)}."
+            )
+        if parts.port is None:
+            server.base_url = f"{server.base_url.rstrip(':')}:{DEFAULT_PORT}"
+        return server
+
+    @property
+    def port(self) -> int:
+        parts = urllib.parse.urlsplit(self.base_url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
     @functools.cached_property
     def model(self) -> str:
         """The name under which the target is served."""
-        return self._json("/v1/models")["data"][0]["id"]
+        return self._json("/v1/models")("data", 0, "id", kind=str)
 
     def complete(self, prompts: Sequence[list[int]], *, max_new_tokens: int, temperature: float) -> list[Answer]:
         """Answers to prompts of token ids, asked for all at once."""
         ask = self._ask_sglang if self.engine == "sglang" else self._ask
-        with ThreadPoolExecutor(max_workers=max(len(prompts), 1)) as pool:
-            return list(pool.map(lambda ids: ask(ids, max_new_tokens, temperature), prompts))
+        return _all_at_once(lambda ids: ask(ids, max_new_tokens, temperature), prompts)
 
     def _ask(self, ids: list[int], max_new_tokens: int, temperature: float) -> Answer:
         request = {"model": self.model, "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature}
         answer = self._json("/v1/completions", request)
-        return Answer(answer["choices"][0]["text"], answer["usage"]["completion_tokens"])
+        return Answer(answer("choices", 0, "text", kind=str), answer("usage", "completion_tokens", kind=int))
 
     def _ask_sglang(self, ids: list[int], max_new_tokens: int, temperature: float) -> Answer:
         sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         answer = self._json("/generate", {"input_ids": ids, "sampling_params": sampling})
-        counts = answer["meta_info"]
-        return Answer(answer["text"], counts["completion_tokens"], counts.get("spec_verify_ct"))
+        rounds = answer("meta_info", kind=dict).get("spec_verify_ct")
+        return Answer(answer("text", kind=str), answer("meta_info", "completion_tokens", kind=int), rounds)
 
     def counters(self) -> Counters:
         """vLLM's counters, summed over engines; raises `ServerError` for a server without a head."""
         if self.engine != "vllm":
             raise ServerError(f"`{self.engine}` has no counters of speculative decoding in `/metrics`.")
-        samples = list(_samples(self._request("/metrics")))
-        rounds = [value for name, _, value in samples if name == "vllm:spec_decode_num_drafts_total"]
+        text = self._request("/metrics")
+        try:
+            rounds = [value for _, value in _samples(text, "vllm:spec_decode_num_drafts_total")]
+            positions: dict[int, int] = {}
+            for labels, value in _samples(text, "vllm:spec_decode_num_accepted_tokens_per_pos_total"):
+                position = int(labels["position"])
+                positions[position] = positions.get(position, 0) + value
+        except (KeyError, ValueError, OverflowError) as error:  # no number, not a finite one, no position
+            raise ServerError(
+                f"{self.base_url}/metrics has a counter that cannot be read ({error}): is it a vLLM server?"
+            ) from error
         if not rounds:
             raise ServerError(f"{self.base_url} counts no drafts: start it with a head (`--speculative-config`).")
-        positions: dict[int, int] = {}
-        for name, labels, value in samples:
-            if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                position = int(labels["position"])
-                positions[position] = positions.get(position, 0) + int(value)
-        return Counters(int(sum(rounds)), [positions[position] for position in sorted(positions)])
+        return Counters(sum(rounds), [positions[position] for position in sorted(positions)])
 
-    def _json(self, path: str, body: Any = None) -> Any:
-        return json.loads(self._request(path, body))
+    def _json(self, path: str, body: Any = None) -> Callable[..., Any]:
+        """What reads a field of the answer: by its keys, and of a kind, or else `ServerError`."""
+        text = self._request(path, body)
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = None
+
+        def field(*keys: str | int, kind: type) -> Any:
+            try:
+                value = functools.reduce(lambda value, key: value[key], keys, answer)
+            except (LookupError, TypeError):
+                value = None
+            if not isinstance(value, kind):
+                raise ServerError(
+                    f"{self.base_url}{path} answered without `{'.'.join(map(str, keys))}`: {text[:300]!r}. Is "
+                    f"`base_url` the address of a server of the engine {self.engine}, and of no proxy?"
+                )
+            return value
+
+        return field
 
     def _request(self, path: str, body: Any = None) -> str:
         """GET, or POST of JSON."""
@@ -184,19 +181,64 @@ class Server:
         request = urllib.request.Request(self.base_url + path, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
-                return response.read().decode()
+                return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
-            reason = error.read().decode(errors="replace")[:300]
+            reason = error.reason
+            with suppress(OSError, http.client.HTTPException):  # it may break off here too
+                reason = error.read().decode(errors="replace")[:300]
             raise ServerError(f"{self.base_url}{path} answered {error.code}: {reason}") from error
+        except http.client.HTTPException as error:
+            raise ServerError(
+                f"{self.base_url}{path} broke its answer off, or answered no HTTP ({error!r}): look into its log."
+            ) from error
         except OSError as error:
             raise ServerError(f"`base_url` {self.base_url} cannot be reached ({error}): is the server up?") from error
 
 
-_SAMPLE = re.compile(r"^(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.MULTILINE)
+_ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", re.IGNORECASE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
-def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Name, labels and value of each line in Prometheus' text format."""
-    for match in _SAMPLE.finditer(text):
-        yield match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"])
+def _check_address(base_url: str) -> None:
+    """Raise `ValueError` for an address to which nothing can be sent."""
+    remedy = f"pass one such as http://localhost:{DEFAULT_PORT}"
+    if "://" not in base_url and base_url:
+        raise ValueError(f"`base_url` is {base_url!r}: add http:// before it, or {remedy}.")
+    try:
+        parts = urllib.parse.urlsplit(base_url)
+        valid = _ADDRESS.fullmatch(base_url) and base_url.isascii() and parts.hostname and parts.port != 0
+        (parts.hostname or "").encode("idna")
+    except ValueError as error:  # a port that is none, a bracket that stays open
+        raise ValueError(f"`base_url` is {base_url!r} ({error}): {remedy}.") from error
+    if not valid:
+        raise ValueError(f"`base_url` is {base_url!r}, not the address of a server: {remedy}.")
+
+
+def _all_at_once(ask: Callable[[list[int]], Answer], prompts: Sequence[list[int]]) -> list[Answer]:
+    """`ask` of each prompt, in their order. The first failure, or Ctrl-C, leaves the others behind.
+
+    A pool would wait for them, and so would the interpreter's end: daemon threads are not waited for.
+    """
+    results: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
+
+    def answer(index: int, ids: list[int]) -> None:
+        try:
+            results.put((index, ask(ids)))
+        except BaseException as error:  # raised in the caller's thread
+            results.put((index, error))
+
+    for index, ids in enumerate(prompts):
+        Thread(target=answer, args=(index, ids), daemon=True).start()
+    answers: dict[int, Answer] = {}
+    for _ in prompts:
+        index, result = results.get()
+        if isinstance(result, BaseException):
+            raise result
+        answers[index] = result
+    return [answers[index] for index in range(len(prompts))]
+
+
+def _samples(text: str, name: str) -> Iterator[tuple[dict[str, str], int]]:
+    """Labels and value of each line of a counter in Prometheus' text format."""
+    for labels, value in re.findall(rf"^{name}(?:\{{(.*)\}})? (\S+)", text, re.MULTILINE):
+        yield dict(_LABEL.findall(labels)), int(float(value))

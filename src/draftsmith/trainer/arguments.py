@@ -79,6 +79,12 @@ class Eagle3TrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Tokens drafted per verification; default: `ttt_steps`."}
     )
 
+    # The Hub
+    hub_license: str | None = field(
+        default=None,
+        metadata={"help": "License of the head on its card, an identifier of the Hub such as apache-2.0."},
+    )
+
     # Faults
     max_nan_steps: int = field(
         default=10,

@@ -38,6 +38,16 @@ def finish_checkpoint(written: Path, final: Path) -> None:
     written.rename(final)
 
 
+@contextmanager
+def files_moved_to(directory: Path) -> Iterator[Path]:
+    """A hidden directory inside `directory`, to which its files go when all are written."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as unfinished:
+        yield Path(unfinished)
+        for path in Path(unfinished).iterdir():
+            path.replace(directory / path.name)
+
+
 def rotate_checkpoints(run_dir: Path, limit: int | None, state: TrainerState) -> None:
     """Delete damaged ones, then the oldest, beyond `limit`; never the newest and the best.
 

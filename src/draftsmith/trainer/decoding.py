@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from operator import add
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -13,8 +14,10 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from ..models.eagle3 import Eagle3DraftModel
+from ..models.eagle3.adapters_eagle3 import merged
 from ..speculative import Acceptance, measure_acceptance
 from ..target import FrozenTarget, deepspeed_init_suspended
+from .adapters import is_adapted, with_adapter_of
 
 
 class DecodedAcceptance:
@@ -39,7 +42,7 @@ class DecodedAcceptance:
         self.num_draft_tokens, self.max_new_tokens = num_draft_tokens, max_new_tokens
         self.rank, self.world_size = rank, world_size
 
-    def measure(self, model: Eagle3DraftModel, target: FrozenTarget) -> Acceptance:
+    def measure(self, model: Any, target: FrozenTarget) -> Acceptance:
         """Counts of all ranks, on all of them; every rank must call this."""
         own = self.prompts[self.rank // target.tp_size :: self.world_size // target.tp_size]
         head = served_head(model, target)
@@ -64,21 +67,26 @@ class DecodedAcceptance:
             }
 
 
-def served_head(model: Eagle3DraftModel, target: FrozenTarget) -> Eagle3DraftModel:
-    """A copy in the target's dtype, as it would be saved; ZeRO-3's parameters are gathered for it, on all ranks."""
+def served_head(model: Any, target: FrozenTarget) -> Eagle3DraftModel:
+    """A copy in the target's dtype, as it would be served; ZeRO-3's parameters are gathered for it, on all ranks."""
     device = target.embedding_weight.device
     rng_devices = [device] if device.type == "cuda" else []
     # Its initialisation must not move the random numbers of training, or the run would differ from one without.
     with torch.random.fork_rng(rng_devices), deepspeed_init_suspended(), device:
-        head = Eagle3DraftModel(copy.deepcopy(model.config))
-    head.to(target.model.dtype)
+        head: Any = Eagle3DraftModel(copy.deepcopy(model.config))
+        if is_adapted(model):
+            head = with_adapter_of(model, head)
+        else:
+            head.to(target.model.dtype)
     with _gathered(model):
         head.load_state_dict(model.state_dict())
+    if is_adapted(model):
+        head = merged(head).to(target.model.dtype)
     head.fit_to_target(target.model)
     return head.eval()
 
 
-def _gathered(model: Eagle3DraftModel) -> AbstractContextManager:
+def _gathered(model: Any) -> AbstractContextManager:
     if not is_deepspeed_zero3_enabled():
         return nullcontext()
     import deepspeed

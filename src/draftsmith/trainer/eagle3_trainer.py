@@ -1,7 +1,6 @@
 """`Trainer` for draft heads: runs the frozen target, normalises by the global count, reduces metrics as sums."""
 
 import logging
-import tempfile
 from collections.abc import Sized
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,34 @@ from transformers.trainer_utils import EvalLoopOutput
 from .. import alignment
 from ..data import DraftCollator, prompt_ids, read_prompts
 from ..models.eagle3 import Eagle3DraftModel
+from ..models.eagle3.adapters_eagle3 import is_adapter, load_adapter
 from ..ops.transfer import remember_on_host, to_device
 from ..target import FrozenTarget, TargetStates
+from .adapters import adapted, is_adapted, save_adapter
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
-from .checkpoints import UNFINISHED, explained_write_errors
+from .checkpoints import explained_write_errors, files_moved_to
 from .decoding import DecodedAcceptance
-from .faults import FaultTolerantTrainer
 from .metrics import MetricSums, draft_metrics
+from .publishing import PublishingTrainer, record_of
 
 
 logger = logging.getLogger(__name__)
 
 
-class Eagle3Trainer(FaultTolerantTrainer):
+class Eagle3Trainer(PublishingTrainer):
     """Trains an [`Eagle3DraftModel`] beside its frozen target.
 
     Args:
-        model: the head; its trainable parameters are raised to fp32, the compute dtype is `args.bf16`'s.
+        model: the head; its trainable parameters are raised to fp32, the compute dtype is `args.bf16`'s. Or a
+            `PeftModel` of a head.
         target: the target model, or a [`FrozenTarget`] of it.
         args: [`Eagle3TrainingArguments`].
         train_dataset, eval_dataset: rows as `draftsmith prepare` makes them: `input_ids`, `loss_mask`, and optionally
             `turn_ids` and `document_lengths`.
         processing_class: the target's tokenizer, saved beside checkpoints; renders `eval_prompts`.
         chat_template_kwargs: arguments of its template for them.
+        peft_config: a peft method on layers of the head, such as `LoraConfig`: the adapter alone is trained and saved,
+            and `lm_head` where `modules_to_save` names it.
         kwargs: as for [`~transformers.Trainer`].
     """
 
@@ -44,7 +48,7 @@ class Eagle3Trainer(FaultTolerantTrainer):
 
     def __init__(
         self,
-        model: Eagle3DraftModel,
+        model: Eagle3DraftModel | Any,
         target: PreTrainedModel | FrozenTarget,
         args: Eagle3TrainingArguments,
         *,
@@ -52,9 +56,11 @@ class Eagle3Trainer(FaultTolerantTrainer):
         eval_dataset: Dataset | dict[str, Dataset] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        peft_config: Any | None = None,
         **kwargs: Any,
     ):
         refuse_unsupported_launches(args)
+        model = adapted(model, peft_config, args)
         self._decoded = None
         if args.eval_prompts is not None:
             self._decoded = _decoded_acceptance(args, eval_dataset, processing_class, chat_template_kwargs or {})
@@ -93,6 +99,7 @@ class Eagle3Trainer(FaultTolerantTrainer):
             processing_class=processing_class,
             **kwargs,
         )
+        self.record = record_of(model, target, train_dataset, eval_dataset, args.seed)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> torch.Tensor:
         """The denominator N of an optimizer step: supervised rows (or documents) of all micro-batches and ranks."""
@@ -214,21 +221,38 @@ class Eagle3Trainer(FaultTolerantTrainer):
         )
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self._saves_checkpoint:
+        head = self.accelerator.unwrap_model(self.model)
+        if self._saves_checkpoint and not is_adapted(head):
             return super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            head = self.accelerator.unwrap_model(self.model)
-            state_dict = head.state_dict() if state_dict is None else state_dict
-            served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
-            directory = Path(output_dir or self.args.output_dir or ".")
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as unfinished:
+        if not self.args.should_save:
+            return
+        directory = Path(output_dir or self.args.output_dir or ".")
+        with files_moved_to(directory) as unfinished:
+            if is_adapted(head):
+                save_adapter(head, unfinished, state_dict, None if self._saves_checkpoint else self.target.model.dtype)
+            else:
+                state_dict = head.state_dict() if state_dict is None else state_dict
+                served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
                 head.save_pretrained(unfinished, state_dict=served)
-                for path in Path(unfinished).iterdir():
-                    path.replace(directory / path.name)
+        if self._saves_checkpoint and self.processing_class is not None:
+            self.processing_class.save_pretrained(directory)
 
     def _as_served(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.target.model.dtype) if tensor.is_floating_point() else tensor
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if is_adapted(self.model):
+            load_adapter(self.model, resume_from_checkpoint)
+        elif is_adapter(resume_from_checkpoint):
+            raise ValueError(f"{resume_from_checkpoint} holds an adapter: pass the `peft_config` of its run.")
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if is_adapted(self.model) and not self.is_deepspeed_enabled:
+            load_adapter(self.model, self.state.best_model_checkpoint or "")
+        else:
+            super()._load_best_model()
 
 
 def _decoded_acceptance(

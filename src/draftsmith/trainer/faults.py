@@ -121,7 +121,3 @@ class FaultTolerantTrainer(Trainer):
         self.accelerator.wait_for_everyone()  # no rank goes on before the checkpoint has its name
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(run_dir / name))
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._unfinished is None:  # not while its files may still move
-            super()._push_from_checkpoint(checkpoint_folder)

@@ -1,19 +1,24 @@
 """What surrounds the weights of a draft head: the embedding slot, the vocabulary map, making, loading and saving."""
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from ... import hub
 from ...serving.speculators import DEFAULT_NAMES
 from ...target import deepspeed_init_suspended
 from ...target_family import embedding_weight
+from .adapters_eagle3 import is_adapter, load_merged
 from .configuration_eagle3 import SERVED_ARCHITECTURE, Eagle3DraftConfig, check_aux_layer_ids, resolve_aux_layer_ids
 from .initialization_eagle3 import copy_head_rows, start_from_layer
 
@@ -46,6 +51,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
     def _init_embedding_slot(self) -> None:
         config = self.config
         self._target_embedding: tuple[torch.Tensor] | None = None
+        self._target_name: str | None = None
         self.embed_tokens: nn.Embedding | None = None
         if config.has_own_embedding or not config.has_target_width:
             self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -144,6 +150,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
             )
         with deepspeed_init_suspended():
             model = cls(config)
+        model._target_name = target_model.config.name_or_path
         if config.has_reduced_vocabulary:
             model.set_vocabulary_map(d2t)
         if model.embed_tokens is None:
@@ -157,6 +164,8 @@ class Eagle3PreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path, *args, target=None, **kwargs):
         """Load a head: ours, or one published in the `LlamaForCausalLMEagle3` or the speculators layout.
 
+        Of a directory or id with a PEFT adapter: its base head with the adapter merged, as it would be served.
+
         Args:
             target: the target model, whose embedding fills the slot (a head that brings its own keeps it).
             args, kwargs: as in [`~transformers.PreTrainedModel.from_pretrained`].
@@ -166,6 +175,12 @@ class Eagle3PreTrainedModel(PreTrainedModel):
                 is missing or wrong, or its auxiliary layers do not fit the target.
         """
         return_info = kwargs.pop("output_loading_info", False)
+        # `AutoModel` has replaced the adapter by its base head already
+        source = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path", pretrained_model_name_or_path)
+        if is_adapter(source, **kwargs):
+            kwargs.pop("adapter_kwargs", None)
+            model, info = load_merged(cls, source, *args, target=target, **kwargs)
+            return (model, info) if return_info else model
         # Mismatched shapes are an error too, raised by name below.
         kwargs = {"key_mapping": DEFAULT_NAMES, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
         load: Any = partial(super().from_pretrained, pretrained_model_name_or_path, *args)
@@ -222,6 +237,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
                 f"The target's embedding is {tuple(embedding.shape)}, but the head was made for "
                 f"{expected} (`vocab_size`, `target_hidden_size`): it belongs to another target."
             )
+        self._target_name = target.config.name_or_path
         if self.embed_tokens is None:
             self.set_input_embeddings(embedding)
 
@@ -233,3 +249,36 @@ class Eagle3PreTrainedModel(PreTrainedModel):
         if saved_dtype is not None and is_main_process:  # and the dtype of the live parameters, not of what was saved
             self.config.dtype = saved_dtype
             self.config.save_pretrained(save_directory)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        dtype: torch.dtype | None = None,
+        card: str | None = None,
+        max_shard_size: int | str = "50GB",
+        **options: Any,
+    ) -> CommitInfo:
+        """Push the head as [`save_pretrained`] writes it; the repository then loads with [`from_pretrained`].
+
+        Args:
+            repo_id: `user/name`, or `name` in the namespace of the token's account.
+            dtype: of the pushed weights; None = as they are.
+            card: text of README.md; None = the repository's own, or a minimal one.
+            max_shard_size: as in `save_pretrained`.
+            options: `private`, `revision`, `create_pr`, `token` and others of [`draftsmith.hub.push`].
+
+        Raises:
+            ValueError: the name, the card or an option is not fit to be pushed; nothing was sent.
+            draftsmith.hub.HubError: there is no token, or the Hub could not be reached or refused.
+        """
+        state_dict = None
+        if dtype is not None:
+            weights = self.state_dict().items()
+            state_dict = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights}
+        with tempfile.TemporaryDirectory() as directory:
+            self.save_pretrained(directory, state_dict=state_dict, max_shard_size=max_shard_size)
+            if card is not None:
+                (Path(directory) / hub.CARD).write_text(card, encoding="utf-8")
+            base_model, again = hub.hub_id(self._target_name), f"push_to_hub({repo_id!r}, ..)"
+            return hub.push(directory, repo_id, **{"base_model": base_model, "again": again, **options})

@@ -1,0 +1,39 @@
+"""What `draftsmith train` knows of a run and a trainer does not: where target, head and data come from."""
+
+from collections.abc import Sequence, Sized
+from dataclasses import replace
+from typing import Any
+
+from ..data import DataArguments, PreparedData, count_tokens, coverage
+from ..model_card import RunRecord, Source
+from ..models.eagle3 import Eagle3DraftModel
+from .arguments import DraftArguments, TargetArguments
+
+
+def with_sources(
+    record: RunRecord,
+    target_args: TargetArguments,
+    draft_args: DraftArguments,
+    data_args: DataArguments,
+    data: PreparedData,
+    draft: Eagle3DraftModel,
+) -> RunRecord:
+    d2t = None if draft.d2t is None else draft.d2t.cpu()
+    known = record.target.revision if record.target is not None else None
+    adapter = target_args.target_adapter
+    return replace(
+        record,
+        target=Source.of(target_args.target, revision=known or target_args.target_revision),
+        target_adapter=None if adapter is None else Source.of(adapter),
+        draft=None if draft_args.draft is None else Source.of(draft_args.draft),
+        datasets=_sources(data_args.dataset, data_args.split, data.train),
+        eval_datasets=_sources(data_args.eval_dataset, data_args.eval_split, data.evaluation),
+        coverage=coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
+        recipe={name: getattr(data_args, name) for name in ("max_length", "packing", "row_length", "eval_fraction")},
+    )
+
+
+def _sources(names: Sequence[str], split: str, data: Any) -> list[Source]:
+    """Rows are those that were prepared of all sources together, so they are said of one alone."""
+    rows = len(data) if len(names) == 1 and isinstance(data, Sized) else None
+    return [Source.of(name, split=split, rows=rows) for name in names]

@@ -1,0 +1,7 @@
+"""The Hugging Face Hub: what a repository of a head holds, its card, and how it gets there."""
+
+from .card import make_card
+from .upload import CARD, LEFT_BY_TRAINING, HubError, check_push, hub_id, push
+
+
+__all__ = ["CARD", "LEFT_BY_TRAINING", "HubError", "check_push", "hub_id", "make_card", "push"]

@@ -1,0 +1,75 @@
+"""The card of a directory with a head or an adapter, with the commands that `draftsmith evaluate --launch` runs."""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..model_card import License, RunRecord, Serving, Source, render_adapter_card, render_card
+from ..serving import compatibility
+from ..serving.servers import launch_command
+
+
+ADAPTER_CONFIG_NAME = "adapter_config.json"  # of PEFT, which is an extra
+DEFAULT_DRAFT_TOKENS = 5  # those of `draftsmith evaluate`
+
+
+def make_card(
+    directory: Path,
+    record: RunRecord,
+    *,
+    config: Mapping[str, Any] | None,
+    repo_id: str | None = None,
+    license: License | None = None,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    plots: Sequence[str] = (),
+) -> str:
+    """Text of README.md.
+
+    Args:
+        directory: holds the weights, or an adapter.
+        record: of the run; it names the target.
+        config: of the head, as in its `config.json`; None for an adapter.
+        repo_id: where on the Hub it will be; None: commands name the directory.
+        license, evaluations, plots: as in [`draftsmith.model_card.render_card`].
+
+    Raises:
+        ValueError: the target is not named, or a file of the directory cannot be read.
+    """
+    name = repo_id.rpartition("/")[2] if repo_id else Source.of(directory.absolute()).name
+    options: dict[str, Any] = {
+        "name": name, "repo_id": repo_id, "license": license, "evaluations": evaluations, "plots": plots,
+    }  # fmt: skip
+    if config is None:
+        return render_adapter_card(json.loads((directory / ADAPTER_CONFIG_NAME).read_text()), record, **options)
+    num_draft_tokens = evaluations[0]["results"][0]["num_draft_tokens"] if evaluations else DEFAULT_DRAFT_TOKENS
+    target = record.target.name if record.target else ""
+    servings = [
+        _serving(server, config, _tensor_names(directory), (target, repo_id or name), num_draft_tokens)
+        for server in compatibility.SERVERS
+    ]
+    return render_card(config, record, servings=servings, **options)
+
+
+def _tensor_names(directory: Path) -> set[str]:
+    names: set[str] = set()
+    for path in directory.glob("*.safetensors"):
+        try:
+            with safe_open(path, framework="pt") as file:
+                names |= set(file.keys())
+        except SafetensorError as error:
+            raise ValueError(f"{path} can't be read: {error}. Save the head again.") from error
+    return names
+
+
+def _serving(
+    server: str, config: Mapping[str, Any], tensors: set[str], names: tuple[str, str], num_draft_tokens: int
+) -> Serving:
+    """How `server` serves a head; `names` are those of target and head in its command."""
+    refusals = compatibility.refusals(dict(config), tensors, server)
+    flags = [] if refusals else compatibility.launch_flags(dict(config), server)
+    command = None if refusals else shlex.join(launch_command(server, *names, num_draft_tokens, flags=flags))
+    return Serving(compatibility.READERS[server], command, refusals)
