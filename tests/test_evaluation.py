@@ -368,7 +368,8 @@ def test_a_program_that_is_none_cannot_be_started(tmp_path):
 
 
 ASK = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background hands on that it is ignored
 from draftsmith.serving.launching import launched
 from draftsmith.serving.servers import Server
 url = f"http://127.0.0.1:{sys.argv[1]}"

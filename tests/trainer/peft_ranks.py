@@ -7,6 +7,7 @@ from pathlib import Path
 from peft import LoraConfig
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer
+from tests.trainer.ranks import leave_together
 
 from .common import make_rows, make_target, make_trainer
 from .ranks import launch_options, result_of, save_results
@@ -60,3 +61,4 @@ def main(output_dir: Path, base: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), str(Path(sys.argv[1]) / "base"))
+    leave_together()

@@ -3,6 +3,7 @@
 import sys
 
 from draftsmith import StreamingLossTrainer
+from tests.trainer.ranks import leave_together
 
 from .ranks import launch_options, result_of, save_results
 from .test_streaming_loss_trainer import make_lm, make_lm_trainer, two_rank_rows
@@ -32,3 +33,4 @@ def main(output_dir: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave_together()

@@ -10,6 +10,7 @@ import torch
 from draftsmith import Eagle3DraftModel
 from draftsmith.models.eagle3 import modeling_eagle3
 from draftsmith.trainer.decoding import DecodedAcceptance
+from tests.trainer.ranks import leave_together
 
 from .common import make_rows, make_target, make_trainer
 from .ranks import MODES, launch_options, result_of, save_results
@@ -108,3 +109,4 @@ def main(output_dir: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave_together()

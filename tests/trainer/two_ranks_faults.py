@@ -10,6 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from draftsmith.trainer.checkpoints import last_whole_checkpoint
+from tests.trainer.ranks import leave_together
 
 from .common import logged, make_rows, make_trainer, weights_of
 from .ranks import launch_options, save_results
@@ -107,3 +108,4 @@ def main(output_dir: str) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+    leave_together()
