@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from draftsmith.serving.launching import launched
 from draftsmith.serving.servers import Counters, Server, ServerError, launch_command
 from draftsmith.speculative import Acceptance, measure_acceptance, measure_plain, speculative_generate
 from draftsmith.speculative.evaluation import continuation_lengths
+from tests.fake_server import Answers, serving
 from tests.tiny_models import random_tokens, tiny_model
 
 
@@ -111,7 +112,7 @@ def test_a_preset_of_other_columns_is_named(tmp_path):
         read_prompts([f"gsm8k={path}"])
 
 
-class FakeServer(BaseHTTPRequestHandler):
+class FakeServer(Answers):
     """Answers three tokens to each prompt, two of them drafted and accepted in one round."""
 
     rounds = 0
@@ -144,22 +145,12 @@ class FakeServer(BaseHTTPRequestHandler):
         assert body["model"] == "served" and body["max_tokens"] == 4
         return self.answer(json.dumps({"choices": [{"text": "abcd"}], "usage": {"completion_tokens": 4}}))
 
-    def answer(self, text, status=200):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def address(monkeypatch):
     monkeypatch.setattr(FakeServer, "rounds", 0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FakeServer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(FakeServer) as address:
+        yield address
 
 
 class Settings:

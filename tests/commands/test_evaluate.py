@@ -2,8 +2,6 @@
 
 import json
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from transformers import LlamaConfig
@@ -13,6 +11,7 @@ from draftsmith.commands import evaluate
 from draftsmith.commands.arguments import TargetArguments
 from draftsmith.commands.evaluation_report import Group
 from draftsmith.commands.parsing import UsageError
+from tests.fake_server import Answers, serving
 
 
 ASKED = ["--target", "x/y", "--draft", "x/z", "--prompts", "p.jsonl"]
@@ -79,7 +78,7 @@ def test_the_answer_takes_positions_too(prompt, new_tokens, fits):
     evaluate.check_lengths(groups, config, new_tokens)
 
 
-class Mortal(BaseHTTPRequestHandler):
+class Mortal(Answers):
     """Answers at temperature 0, fails at any other."""
 
     def do_GET(self):
@@ -90,21 +89,11 @@ class Mortal(BaseHTTPRequestHandler):
         answer = {"choices": [{"text": "a"}], "usage": {"completion_tokens": 3}}
         self.answer(json.dumps(answer), 500 if body["temperature"] else 200)
 
-    def answer(self, text, status=200):
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    def log_message(self, *args):
-        pass
-
 
 @pytest.fixture
 def mortal():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Mortal)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with serving(Mortal) as address:
+        yield address
 
 
 @pytest.fixture

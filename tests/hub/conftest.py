@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import _http
 
+from .heads import make_head
 from .hub_server import OWNER_TOKEN, HubServer
 
 
@@ -36,6 +37,11 @@ def hub(monkeypatch, tmp_path_factory, clock):
         monkeypatch.setenv("HF_TOKEN", OWNER_TOKEN)
         yield server
         huggingface_hub.close_session()  # its connections lead to a server that is gone
+
+
+@pytest.fixture
+def head():
+    return make_head()
 
 
 def point_clients_at(endpoint: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

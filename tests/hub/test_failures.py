@@ -18,11 +18,6 @@ UPLOAD = "/lfs/[0-9a-f]{64}"
 
 
 @pytest.fixture
-def head():
-    return make_head()
-
-
-@pytest.fixture
 def shards(head, tmp_path):
     """A head in several files of weights."""
     head.save_pretrained(tmp_path / "head", max_shard_size="20KB")

@@ -19,11 +19,6 @@ CARD = "---\nlicense: apache-2.0\nbase_model: user/target\n---\n\n# Mine\n"
 
 
 @pytest.fixture
-def head():
-    return make_head()
-
-
-@pytest.fixture
 def directory(head, tmp_path):
     head.save_pretrained(tmp_path / "head")
     return tmp_path / "head"

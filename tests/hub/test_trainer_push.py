@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from huggingface_hub import HfApi, ModelCard
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from draftsmith import Eagle3DraftModel
+from draftsmith import Eagle3DraftModel, Eagle3Trainer
 from draftsmith.hub import HubError, push
 from draftsmith.model_card import RunRecord, check_card
 
@@ -147,7 +148,7 @@ def test_an_adapter_is_pushed_with_its_base_on_the_hub(hub, tmp_path, target):
     head = Eagle3DraftModel.from_target(target)
     head.push_to_hub("user/base")
     config = LoraConfig(r=2, target_modules=["o_proj"])
-    options = {"hub_model_id": "user/adapter", "peft_config": config}
+    options = {"hub_model_id": "user/adapter", "trainer_class": partial(Eagle3Trainer, peft_config=config)}
     trainer = trainer_of(
         tmp_path, target, draft=Eagle3DraftModel.from_pretrained("user/base", target=target), **options
     )
@@ -165,7 +166,7 @@ def test_an_adapter_of_a_local_head_is_refused_before_training(hub, tmp_path, ta
     Eagle3DraftModel.from_target(target).save_pretrained(tmp_path / "base")
     draft = Eagle3DraftModel.from_pretrained(tmp_path / "base", target=target)
     config = LoraConfig(r=2, target_modules=["o_proj"])
-    trainer = trainer_of(tmp_path, target, draft=draft, peft_config=config)
+    trainer = trainer_of(tmp_path, target, draft=draft, trainer_class=partial(Eagle3Trainer, peft_config=config))
     with pytest.raises(ValueError, match="push the head first"):
         trainer.train()
     trainer.save_model()

@@ -107,3 +107,26 @@ def verified_before_rounds(prompt: list[int], decoded: Decoded) -> list[list[int
                 break
             position += 1
     return prefixes
+
+
+def decoded_in_whole_rounds(
+    target: PreTrainedModel,
+    draft: Eagle3DraftModel,
+    prompts: list[list[int]],
+    *,
+    num_draft_tokens: int,
+    max_new_tokens: int,
+) -> tuple[list[int], list[tuple[torch.Tensor, ...]]]:
+    """A limit of new tokens for each prompt, at most `max_new_tokens`, and what `speculative_generate` gives with it.
+
+    Each ends with a whole round: of one that a limit cuts, vLLM counts also the accepted drafts that it cuts off.
+    """
+    limits, results = [], []
+    for prompt in prompts:
+        decoded = decoded_by_us(
+            target, draft, prompt, num_draft_tokens=num_draft_tokens, max_new_tokens=max_new_tokens
+        )
+        limits.append(len(verified_before_rounds(prompt, decoded)[-1]) - len(prompt))
+        options = {"num_draft_tokens": num_draft_tokens, "max_new_tokens": limits[-1]}
+        results.append(speculative_generate(target, draft, torch.tensor([prompt]), **options))
+    return limits, results

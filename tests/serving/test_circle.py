@@ -12,7 +12,7 @@ from draftsmith.speculative import speculative_generate
 from tests.hub.conftest import clock, hub
 
 from .random_models import random_head, random_prompts, random_target, word_tokenizer
-from .rounds import decoded_by_us, verified_before_rounds
+from .rounds import decoded_in_whole_rounds
 from .server import running_server
 
 
@@ -90,17 +90,8 @@ def test_train_push_adapt_merge_push_serve(hub, target, tmp_path):
     assert second == counts(target, live, OTHER_PROMPTS) and acceptance(second) > unadapted + 0.3
 
     # Served from the Hub, it writes the target's text and accepts what we accept, in whole rounds.
-    whole = {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS}
-    limits = [
-        len(verified_before_rounds(prompt, decoded_by_us(target, again, prompt, **whole))[-1]) - len(prompt)
-        for prompt in OTHER_PROMPTS
-    ]
-    ours = [
-        speculative_generate(
-            target, again, torch.tensor([prompt]), num_draft_tokens=NUM_DRAFT_TOKENS, max_new_tokens=limit
-        )
-        for prompt, limit in zip(OTHER_PROMPTS, limits, strict=True)
-    ]
+    rounds = {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS}
+    limits, ours = decoded_in_whole_rounds(target, again, OTHER_PROMPTS, **rounds)
     options = {"served_model_name": "target", "dtype": "float32", "max_model_len": 128, "enforce_eager": True}
     with running_server(tmp_path / "target", "user/adapted", NUM_DRAFT_TOKENS, **options) as server:
         for prompt, limit, (sequences, _, _) in zip(OTHER_PROMPTS, limits, ours, strict=True):

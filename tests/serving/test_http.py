@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from draftsmith.speculative import speculative_generate
-
 from .random_models import overfit, random_head, random_prompts, random_target, word_tokenizer
-from .rounds import decoded_by_us, verified_before_rounds
+from .rounds import decoded_in_whole_rounds
 from .server import running_server
 
 
@@ -26,16 +24,8 @@ def test_server_writes_the_targets_text_and_counts_what_we_count(tmp_path):
         part.save_pretrained(tmp_path / name)
     tokenizer.save_pretrained(tmp_path / "target")
 
-    # Ending with a whole round: of a round that the limit cuts, vLLM counts also the accepted drafts that it cuts off.
-    whole = {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS}
-    limits = [
-        len(verified_before_rounds(prompt, decoded_by_us(target, draft, prompt, **whole))[-1]) - len(prompt)
-        for prompt in PROMPTS
-    ]
-    ours = [
-        speculative_generate(target, draft, prompt, num_draft_tokens=NUM_DRAFT_TOKENS, max_new_tokens=limit)
-        for prompt, limit in zip(prompts, limits, strict=True)
-    ]
+    rounds = {"num_draft_tokens": NUM_DRAFT_TOKENS, "max_new_tokens": MAX_NEW_TOKENS}
+    limits, ours = decoded_in_whole_rounds(target, draft, PROMPTS, **rounds)
     engine = {"dtype": "float32", "max_model_len": 128, "enforce_eager": True}
     with running_server(
         tmp_path / "target", tmp_path / "head", NUM_DRAFT_TOKENS, served_model_name="target", **engine

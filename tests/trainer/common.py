@@ -37,9 +37,8 @@ def make_rows(lengths, *, supervised=None, seed=0):
 
 
 def make_trainer(
-    output_dir, rows, *, eval_rows=None, target=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(),
-    peft_config=None, **options,
-):  # fmt: skip
+    output_dir, rows, *, eval_rows=None, target=None, draft=None, trainer_class=Eagle3Trainer, callbacks=(), **options
+):
     target = target or make_target()
     torch.manual_seed(1)
     draft = draft or Eagle3DraftModel.from_target(target)
@@ -59,9 +58,7 @@ def make_trainer(
         **options,
     }
     args = Eagle3TrainingArguments(str(output_dir), **options)
-    given = {} if peft_config is None else {"peft_config": peft_config}
-    datasets = {"train_dataset": rows, "eval_dataset": eval_rows}
-    return trainer_class(draft, target, args, **datasets, callbacks=list(callbacks), **given)
+    return trainer_class(draft, target, args, train_dataset=rows, eval_dataset=eval_rows, callbacks=list(callbacks))
 
 
 def weights_of(trainer):
@@ -78,6 +75,27 @@ def assert_equal_weights(ours, truth, tolerance=2e-5):
 
 def logged(trainer, key):
     return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+BEST = {  # a run that ends with the best of its three checkpoints
+    "max_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "save_strategy": "steps",
+    "save_steps": 1,
+    "load_best_model_at_end": True,
+}
+
+RESUMABLE = {  # a run to resume from its second step
+    "max_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "optim": "adamw_torch",
+    "learning_rate": 0.01,
+    "adam_epsilon": 1e-3,  # so that rounding does not decide signs, and clipping counts
+    "max_grad_norm": 0.3,
+}
+UNEVEN = {"lengths": [30, 41, 12, 25, 50, 9], "supervised": [20, 33, 5, 7, 0, 6]}  # rows of it
 
 
 SAVING = {  # a run with a checkpoint after every step

@@ -7,9 +7,9 @@ from pathlib import Path
 from peft import LoraConfig
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer
-from tests.trainer.ranks import leave_together
+from draftsmith.commands import leave_together
 
-from .common import make_rows, make_target, make_trainer
+from .common import RESUMABLE, UNEVEN, make_rows, make_target, make_trainer
 from .ranks import launch_options, result_of, save_results
 from .two_ranks import decoded
 
@@ -23,19 +23,13 @@ def make_adapter_trainer(output_dir, base: str, *, ranks: int = 1, **options):
     target = make_target()
     trainer = make_trainer(
         output_dir,
-        make_rows([30, 41, 12, 25, 50, 9], supervised=[20, 33, 5, 7, 0, 6]),
+        make_rows(**UNEVEN),
         eval_rows=make_rows([6, 31, 14]),
         target=target,
         draft=Eagle3DraftModel.from_pretrained(base, target=target),
         trainer_class=partial(Eagle3Trainer, peft_config=CONFIG),
         per_device_train_batch_size=2 // ranks,
-        max_steps=3,
-        save_strategy="steps",
-        save_steps=2,
-        optim="adamw_torch",
-        learning_rate=0.01,
-        adam_epsilon=1e-3,
-        max_grad_norm=0.3,
+        **RESUMABLE,
         gradient_checkpointing=True,
         **options,
     )

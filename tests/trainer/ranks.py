@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -100,10 +99,3 @@ def result_of(trainer) -> dict:
 def save_results(results: dict, output_dir: str) -> None:
     if os.environ["RANK"] == "0":
         torch.save(results, Path(output_dir) / "result.pt")
-
-
-def leave_together() -> None:
-    """A rank that ends while its backend's threads still talk to others may abort."""
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()

@@ -3,7 +3,7 @@
 import sys
 
 from draftsmith import StreamingLossTrainer
-from tests.trainer.ranks import leave_together
+from draftsmith.commands import leave_together
 
 from .ranks import launch_options, result_of, save_results
 from .test_streaming_loss_trainer import make_lm, make_lm_trainer, two_rank_rows

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from transformers.distributed.mixin import DistributedMixin
 
 from draftsmith import Eagle3DraftModel, Eagle3TrainingArguments
+from draftsmith.commands import leave_together
 from draftsmith.target import FrozenTarget, load_target
 from tests.tiny_models import random_tokens
 
@@ -109,9 +110,8 @@ def main(output_dir: Path) -> None:
             results["whole run"] = train(path, output_dir / "saved", tp_size=2, **SAVING | options)
             results["resumed run"] = resume(path, output_dir / "saved", **SAVING | options)
     save_results(results, output_dir)
-    dist.barrier()  # no rank leaves while another still talks to it
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    leave_together()

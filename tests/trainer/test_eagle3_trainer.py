@@ -11,7 +11,7 @@ from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from draftsmith.data import DraftCollator
 from draftsmith.trainer.metrics import draft_metrics
 
-from .common import SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
+from .common import BEST, SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
 
 
 LENGTHS = [5, 40, 9, 17, 30, 3, 22, 12]
@@ -130,12 +130,7 @@ def test_best_model_is_found_and_loaded(tmp_path, metric):
         tmp_path,
         rows,
         eval_rows=rows,
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
+        **BEST,
         metric_for_best_model=metric,
         learning_rate=0.5,
     )

@@ -30,7 +30,7 @@ from draftsmith.trainer.adapters import read_peft_config
 from draftsmith.trainer.decoding import served_head
 from tests.models.test_unroll import assert_same, drafts_serially, make_batch, make_model
 
-from .common import SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
+from .common import BEST, SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
 from .peft_ranks import PEFT_MODES, make_adapter_trainer
 from .ranks import run_two_ranks
 from .test_eagle3_trainer import StopAfter
@@ -259,12 +259,7 @@ def test_best_adapter_is_found_and_loaded(tmp_path, base):
         tmp_path,
         base,
         eval_rows=make_rows(LENGTHS),
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
+        **BEST,
         metric_for_best_model="eval_loss",
         learning_rate=20.0,
     )

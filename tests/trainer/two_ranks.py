@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from draftsmith import Eagle3DraftModel
+from draftsmith.commands import leave_together
 from draftsmith.models.eagle3 import modeling_eagle3
 from draftsmith.trainer.decoding import DecodedAcceptance
-from tests.trainer.ranks import leave_together
 
-from .common import make_rows, make_target, make_trainer
+from .common import RESUMABLE, UNEVEN, make_rows, make_target, make_trainer
 from .ranks import MODES, launch_options, result_of, save_results
 
 
@@ -54,16 +54,10 @@ def make_resumed_trainer(output_dir, *, ranks: int = 1, **options):
     torch.manual_seed(1)
     return make_trainer(
         output_dir,
-        make_rows([30, 41, 12, 25, 50, 9], supervised=[20, 33, 5, 7, 0, 6]),
+        make_rows(**UNEVEN),
         draft=Eagle3DraftModel.from_target(target, d2t=ids - torch.arange(len(ids))),
         per_device_train_batch_size=2 // ranks,
-        max_steps=3,
-        save_strategy="steps",
-        save_steps=2,
-        optim="adamw_torch",
-        learning_rate=0.01,
-        adam_epsilon=1e-3,  # so that rounding does not decide signs, and clipping counts
-        max_grad_norm=0.3,
+        **RESUMABLE,
         **options,
     )
 

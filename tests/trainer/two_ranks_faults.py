@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
+from draftsmith.commands import leave_together
 from draftsmith.trainer.checkpoints import last_whole_checkpoint
-from tests.trainer.ranks import leave_together
 
 from .common import logged, make_rows, make_trainer, weights_of
 from .ranks import launch_options, save_results

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0)[0]
             raise UsageError(f"unknown command `{command}`; did you mean `{nearest}`?")
         importlib.import_module(f"draftsmith.commands.{command}").main(arguments)
-        _leave_together()
+        leave_together()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(130)
 
 
-def _leave_together() -> None:
+def leave_together() -> None:
     """A rank that ends while its backend's threads still talk to others may abort."""
     import torch.distributed as dist
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..hub import make_card
-from ..hub.card import ADAPTER_CONFIG_NAME
 from ..model_card import RUN_FILE, License, RunRecord, Source, check_card
 from ..model_card.metadata import is_hub_id
 from ..model_card.rendering import is_unedited

@@ -28,7 +28,7 @@ def with_sources(
         draft=None if draft_args.draft is None else Source.of(draft_args.draft),
         datasets=_sources(data_args.dataset, data_args.split, data.train),
         eval_datasets=_sources(data_args.eval_dataset, data_args.eval_split, data.evaluation),
-        coverage=coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
+        coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
         recipe={name: getattr(data_args, name) for name in ("max_length", "packing", "row_length", "eval_fraction")},
     )
 

@@ -1,19 +1,19 @@
 """The card of a directory with a head or an adapter, with the commands that `draftsmith evaluate --launch` runs."""
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..model_card import License, RunRecord, Serving, Source, render_adapter_card, render_card
 from ..serving import compatibility
 from ..serving.servers import launch_command
+from .upload import read_json
 
 
-ADAPTER_CONFIG_NAME = "adapter_config.json"  # of PEFT, which is an extra
 DEFAULT_DRAFT_TOKENS = 5  # those of `draftsmith evaluate`
 
 
@@ -44,7 +44,7 @@ def make_card(
         "name": name, "repo_id": repo_id, "license": license, "evaluations": evaluations, "plots": plots,
     }  # fmt: skip
     if config is None:
-        return render_adapter_card(json.loads((directory / ADAPTER_CONFIG_NAME).read_text()), record, **options)
+        return render_adapter_card(read_json(directory / ADAPTER_CONFIG_NAME), record, **options)
     num_draft_tokens = evaluations[0]["results"][0]["num_draft_tokens"] if evaluations else DEFAULT_DRAFT_TOKENS
     target = record.target.name if record.target else ""
     servings = [

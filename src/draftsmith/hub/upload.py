@@ -13,12 +13,13 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCardData
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.utils import DEFAULT_IGNORE_PATTERNS, filter_repo_objects, validate_repo_id
 from safetensors import SafetensorError, safe_open
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..model_card import check_card
 from ..model_card.metadata import is_hub_id
 
 
-CARD, CONFIGS = "README.md", ("config.json", "adapter_config.json")
+CARD, CONFIGS = "README.md", (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 WEIGHTS_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_FILE_BYTES = 50 * 10**9  # the Hub's limit
@@ -77,8 +78,7 @@ def push(
     """
     if create_pr and revision is not None:
         raise ValueError(f"`create_pr` proposes to `main`: leave out `revision` ({revision!r}).")
-    secret = _secret(token)
-    files = checked_files(directory, ignore_patterns, secret, pickles=pickles)
+    files = checked_files(directory, ignore_patterns, _secret(token), pickles=pickles)
     card = minimal_card(base_model)
     check_card(card)
     secret = check_push(repo_id, token)
@@ -197,12 +197,12 @@ def _check_head(directory: Path, files: Mapping[str, Path]) -> None:
     configs = [files[name] for name in CONFIGS if name in files]
     weights = {name: path for name, path in files.items() if name.endswith(WEIGHTS_SUFFIX)}
     if not configs or not weights:
-        missing = CONFIGS[0] if not configs else f"*{WEIGHTS_SUFFIX}"
+        missing = CONFIG_NAME if not configs else f"*{WEIGHTS_SUFFIX}"
         raise ValueError(f"{directory} holds no head: {missing} is missing. Write one with `save_pretrained`.")
     for path in configs:
-        config = _read_json(path)
+        config = read_json(path)
         base = config.get("base_model_name_or_path")
-        if path.name == CONFIGS[1] and not (base and is_hub_id(base)):
+        if path.name == ADAPTER_CONFIG_NAME and not (base and is_hub_id(base)):
             raise ValueError(
                 f"`{path.name}` names the base head {base!r}, which is not on the Hub, so the adapter could not be "
                 "loaded: push that head first, and write its id there."
@@ -214,14 +214,12 @@ def _check_head(directory: Path, files: Mapping[str, Path]) -> None:
         except SafetensorError as error:
             raise ValueError(f"`{name}` is damaged ({error}): save the head again.") from error
     for index in (name for name in files if name.endswith(INDEX_SUFFIX)):
-        shards = {
-            str(PurePosixPath(index).with_name(name)) for name in _read_json(files[index])["weight_map"].values()
-        }
+        shards = {str(PurePosixPath(index).with_name(name)) for name in read_json(files[index])["weight_map"].values()}
         if lost := sorted(shards - weights.keys()):
             raise ValueError(f"`{index}` names {', '.join(lost)}, which are missing: save the head again.")
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

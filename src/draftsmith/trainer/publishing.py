@@ -4,7 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -94,8 +94,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         """Write `run.json`; that of a finished run stays as it is when the run is only repeated."""
         directory = Path(output_dir or self.args.output_dir or ".")
         if self.args.should_save and not (self._is_repeated and (directory / RUN_FILE).exists()):
-            with files_moved_to(directory) as unfinished:
-                self.finished_record().save(unfinished)
+            self.finished_record().save(directory)
 
     def finished_record(self) -> RunRecord:
         """`record` with what the run has found out so far."""
@@ -191,19 +190,31 @@ class PublishingTrainer(FaultTolerantTrainer):
             return None
         self.create_model_card(**kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        options: dict[str, Any] = self._push_options(token, private)
-        options |= {"revision": revision or self.args.hub_revision, "create_pr": create_pr}
-        options |= {"commit_message": commit_message or "Upload draft head", "again": "trainer.push_to_hub(..)"}
+        options = self._push_options(commit_message or "Upload draft head", token, revision, private)
+        options["create_pr"] = create_pr
         self._finish_current_push()
         push = partial(hub.push, self.args.output_dir or ".", _repository(self.args), **options)
         if blocking:
             return push()
-        self._uploads = ThreadPoolExecutor(1).submit(push)
-        return self._uploads
+        return self._in_background(push)
 
-    def _push_options(self, token: str | None = None, private: bool | None = None) -> dict[str, Any]:
-        private = self.args.hub_private_repo if private is None else private
-        return {"token": token or self.args.hub_token, "private": private, "ignore_patterns": NOT_PUSHED}
+    def _push_options(
+        self, message: str, token: str | None = None, revision: str | None = None, private: bool | None = None
+    ) -> dict[str, Any]:
+        return {
+            "commit_message": message,
+            "token": token or self.args.hub_token,
+            "revision": revision or self.args.hub_revision,
+            "private": self.args.hub_private_repo if private is None else private,
+            "ignore_patterns": NOT_PUSHED,
+            "again": "trainer.push_to_hub(..)",
+        }
+
+    def _in_background(self, push: Callable[[], Any]) -> Future:
+        executor = ThreadPoolExecutor(1)
+        self._uploads = executor.submit(push)
+        executor.shutdown(wait=False)  # the thread ends with its push
+        return self._uploads
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the head of this step, and its checkpoint if `hub_strategy` asks for it, while training goes on."""
@@ -219,12 +230,8 @@ class PublishingTrainer(FaultTolerantTrainer):
             return
         self._finish_current_push()
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        options = self._push_options() | {
-            "revision": self.args.hub_revision,
-            "commit_message": f"Training in progress, step {self.state.global_step}",
-            "again": "trainer.push_to_hub(..)",
-        }
-        self._uploads = ThreadPoolExecutor(1).submit(self._upload, staged, Path(checkpoint_folder), options)
+        options = self._push_options(f"Training in progress, step {self.state.global_step}")
+        self._in_background(partial(self._upload, staged, Path(checkpoint_folder), options))
 
     def _upload(self, staged: Path, checkpoint: Path, options: dict[str, Any]) -> None:
         """A push that fails is reported and does not end the run: the next one, or the last, brings what it lacked."""
