@@ -11,6 +11,7 @@ python scripts/benchmark.py targets            forward of whole targets under ou
 python scripts/benchmark.py train              draft steps and whole training steps, ours and SpecForge's (GPU)
 python scripts/benchmark.py train-figures      figure and Markdown tables from its results
 python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
+python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
 """
 
 import argparse
@@ -30,6 +31,7 @@ BENCHMARKS = {
     "train": "train",
     "train-figures": "train_figures",
     "scaling": "scaling",
+    "adaptation": "adaptation",
 }
 
 

@@ -20,6 +20,7 @@ from draftsmith.serving.launching import launched
 from draftsmith.serving.servers import Counters, Server, ServerError, launch_command
 from draftsmith.speculative import Acceptance, measure_acceptance, measure_plain, speculative_generate
 from draftsmith.speculative.evaluation import continuation_lengths
+from draftsmith.transformers_hooks import ATTENTION_NAME
 from tests.fake_server import Answers, serving
 from tests.tiny_models import random_tokens, tiny_model
 
@@ -54,9 +55,18 @@ def test_counts_are_those_of_the_decoding(models, temperature):
     assert sum(counts.accepted) == sum(counts.accepted_per_position)
     assert counts.prompts == 5 and counts.new_tokens == 5 + sum(counts.rounds) + sum(counts.accepted)
     assert answers == [row[9:] for sequences, _, _ in outputs for row in sequences.tolist()]
-    assert (
-        counts.tokens_per_second > 0 and measure_plain(models[0], [batch_of(2)], max_new_tokens=3, temperature=0) > 0
-    )
+    assert counts.tokens_per_second > 0
+
+
+@pytest.mark.parametrize("has_sdpa", [True, False])
+def test_plain_decoding_is_timed_under_transformers_own_attention(models, monkeypatch, has_sdpa):
+    target, used = models[0], []
+    monkeypatch.setattr(type(target), "_supports_sdpa", has_sdpa)
+    target.set_attn_implementation(ATTENTION_NAME)
+    hook = target.register_forward_pre_hook(lambda *_: used.append(target.config._attn_implementation))
+    assert measure_plain(target, [batch_of(2)], max_new_tokens=3, temperature=0) > 0
+    hook.remove()
+    assert set(used) == {"sdpa" if has_sdpa else "eager"} and target.config._attn_implementation == ATTENTION_NAME
 
 
 def test_a_row_ends_at_its_first_eos_or_at_the_limit():

@@ -1,6 +1,7 @@
 """Adapters through the command line: train on a head for other data, evaluate, merge and serve."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from draftsmith.commands.parsing import UsageError
 from tests.data.common import chat
 
 
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 LORA = {
     "peft_type": "LORA",
     "r": 4,
@@ -98,3 +100,22 @@ def test_the_config_may_be_yaml_or_a_flag_and_a_run_resumes(tmp_path, head, flag
 def test_unusable_configs_are_refused_before_anything_is_loaded(tmp_path, flags, given, message):
     with pytest.raises(UsageError, match=message):
         train.main([*flags, *given, "--output_dir", str(tmp_path / "adapter")])
+
+
+def test_the_benchmark_of_adaptation_runs_dry(tmp_path, target_dir, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from benchmarks import adaptation
+
+    monkeypatch.setattr(adaptation, "ROOT", tmp_path)
+    monkeypatch.setattr(adaptation, "BASE", [word.replace("6144", "100") for word in adaptation.BASE])
+    adaptation.main(["--dry-run", "--target", str(target_dir), "--lora-rates", "1e-3", "2e-3"])
+    rows = json.loads((tmp_path / "runs" / "adaptation-dry" / "adaptation.json").read_text())["rows"]
+    assert [(row["head"], row["learning_rate"]) for row in rows] == [
+        ("base", ""), ("full", "1e-3"), ("LoRA", "1e-3"), ("LoRA", "2e-3")
+    ]  # fmt: skip
+    assert rows[0]["trained"] == rows[1]["trained"] != rows[2]["trained"] == rows[3]["trained"]
+    held_out, trained = (
+        (tmp_path / "runs" / "adaptation-dry" / f"{name}.jsonl").read_text().splitlines()
+        for name in ("held_out", "domain")
+    )
+    assert len(held_out) == 4 and not set(held_out) & set(trained)
