@@ -29,6 +29,7 @@ from draftsmith.model_card import (
     render_card,
     training_recipe,
 )
+from draftsmith.model_card.metadata import TOKEN as TOKEN_PATTERN
 from draftsmith.model_card.rendering import is_unedited
 from draftsmith.serving.servers import launch_command
 from draftsmith.speculative import Acceptance
@@ -538,3 +539,31 @@ def test_templates_are_in_the_package():
 def test_license_is_checked_when_it_is_made():
     with pytest.raises(ValueError, match="`license` is 'foo'"):
         License("foo")
+
+
+def test_nothing_accepted_is_zero_and_not_unknown(head, tmp_path):
+    path = evaluation_of(tmp_path / "result.json", categories=("math",))
+    evaluation = json.loads(path.read_text())
+    for result in evaluation["results"]:
+        for counts in (result["total"], result["categories"]["math"]):
+            counts |= {"accepted": [0, 0], "accepted_per_position": [0] * 3, "rates": [0.0] * 3}
+            counts |= {"acceptance_length": 1.0, "interval": [1.0, 1.0]}
+    path.write_text(json.dumps(evaluation))
+    row = "| math | 2 | 1.000 | 1.000 to 1.000 | 0.000 | 0.000 | 0.000 | 21.5 |"
+    assert row in card_of(head, "--evaluation", path, "--target", TARGET)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_token"),
+    [
+        (TOKEN, True),
+        (f"\\n{TOKEN}", True),  # as escaped text has it
+        ("hf_" + "a" * 34, True),
+        ("user/hf_transformersEagle3DraftHead", False),
+        ("hf_eagle3-draft-head-for-a-private-fine-tune", False),
+        ("half_of_the_training_data_of_the_second_run_of_2026", False),
+    ],
+)
+def test_tokens_are_told_from_names(text, is_token):
+    """By one pattern, for cards, records and the files of a push."""
+    assert bool(TOKEN_PATTERN.search(text)) == is_token

@@ -78,19 +78,24 @@ def test_revision_and_pull_request(hub, tmp_path, target):
 def test_what_cannot_be_pushed_is_refused_before_training(hub, tmp_path, target, options, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(tmp_path, target, **options)
-    assert not hub.log
+    assert not hub.log and not (tmp_path / "run").exists()
 
 
 def test_without_a_token_no_run_begins(hub, tmp_path, target, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(ValueError, match="`push_to_hub`: There is no token"):
         trainer_of(tmp_path, target)
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_target_without_a_name_is_refused_before_training(hub, tmp_path):
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_target_without_a_name_is_refused_before_training(hub, tmp_path, was_there):
+    if was_there:
+        (tmp_path / "run").mkdir()
     trainer = trainer_of(tmp_path, make_target())
     with pytest.raises(ValueError, match="trainer.record.target"):
         trainer.train()
+    assert (tmp_path / "run").exists() == was_there
 
 
 @pytest.mark.parametrize("status", [401, 500])
@@ -110,6 +115,18 @@ def test_a_push_that_fails_leaves_local_files_whole(hub, tmp_path, target, statu
     hub.repair()
     trainer.push_to_hub()
     assert "model.safetensors" in files_of()
+
+
+@pytest.mark.parametrize("save", [True, False])
+def test_what_is_saved_already_is_pushed_as_it_is(hub, tmp_path, target, save):
+    trainer = trainer_of(tmp_path, target)
+    trainer.train()
+    trainer.save_model()
+    weights = tmp_path / "run" / "model.safetensors"
+    before = weights.stat()
+    trainer.push_to_hub(save=save)
+    assert (weights.stat().st_ino == before.st_ino) == (not save)
+    assert hub.files(REPOSITORY)["model.safetensors"] == weights.read_bytes()
 
 
 @pytest.mark.parametrize("strategy", ["every_save", "checkpoint", "all_checkpoints"])
@@ -184,5 +201,5 @@ def test_repeating_a_finished_run_keeps_its_record(tmp_path, target, caplog):
     again = trainer_of(tmp_path, target, learning_rate=0.5, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     again.save_model()
-    assert (tmp_path / "run" / "run.json").read_text() == before
+    assert (tmp_path / "run" / "run.json").read_text() == before and again.is_repeated and not first.is_repeated
     assert "nothing was left to train" in caplog.text

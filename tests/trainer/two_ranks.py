@@ -72,7 +72,8 @@ def resumed_result(output_dir, **options) -> dict:
     results = {}
     for name, trainer in (("whole", whole), ("resumed", resumed)):
         weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        results[name] = {"weights": weights, "log": trainer.state.log_history[-2]}
+        log = {name: value for name, value in trainer.state.log_history[-2].items() if name != "hours"}
+        results[name] = {"weights": weights, "log": log}
     return results
 
 

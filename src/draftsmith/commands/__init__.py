@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
+import time
 from collections.abc import Sequence
 
 
+PATIENCE = 5  # seconds, in which a launcher ends the other ranks when one has failed
 # Each is the module of the same name in this package, with a `main(argv)`; imported when called, not before.
 COMMANDS = {
     "prepare": "chat data to token ids, supervision masks and packed rows",
@@ -29,6 +32,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(_help())
         return
+    if command == "--version":
+        from draftsmith import __version__
+
+        print(__version__)
+        return
     # Imported here, since it brings in transformers, which `draftsmith --help` need not wait for.
     from draftsmith.commands.parsing import UsageError
 
@@ -39,11 +47,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         importlib.import_module(f"draftsmith.commands.{command}").main(arguments)
         leave_together()
     except UsageError as error:
+        _wait_behind_first_rank()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _wait_behind_first_rank() -> None:
+    """Ranks mostly find the same fault, which one of them says: the launcher ends the others then."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(PATIENCE)
 
 
 def leave_together() -> None:
@@ -60,5 +75,6 @@ def _help() -> str:
     return (
         "usage: draftsmith <command> [--config file.yaml] [--any_field value ...]\n\n"
         f"commands:\n{commands}\n\n"
-        "Flags win over files, files over defaults. `draftsmith <command> --help` lists the fields."
+        "Flags win over files, files over defaults. `draftsmith <command> --help` lists the fields;\n"
+        "`draftsmith --version` prints the version."
     )

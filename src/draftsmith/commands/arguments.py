@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..models.eagle3 import Eagle3DraftConfig
+from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..target import load_target
 from ..tensor_parallel import check_placement
 from ..trainer.adapters import read_peft_config
@@ -18,6 +20,26 @@ def check_local_path(name: str, value: str) -> None:
     """Raise for a missing directory, which the Hub's client would report as a malformed repository id."""
     if value.startswith(("/", "./", "../", "~")) and not Path(value).expanduser().exists():
         raise ValueError(f"`{name}`: {value} does not exist.")
+
+
+def check_draft(draft: str) -> None:
+    """Raise `ValueError` for a head, or adapter, that is not there, before anything large is loaded."""
+    try:
+        is_head = is_adapter(draft) or cached_file(draft, CONFIG_NAME) is not None
+    except OSError as error:
+        if isinstance(error.__cause__, RepositoryNotFoundError):
+            reason = (
+                "is no directory, and the Hub has no such repository, or not for you: correct the name, or log in "
+                "with `hf auth login`"
+            )
+        else:
+            said = str(error).partition("\n")[0].rstrip(".")
+            reason = f"is no directory and did not come from the Hub ({said}): name a directory, or go online"
+        raise ValueError(f"`draft`: {draft} {reason}.") from error
+    if not is_head:
+        raise ValueError(
+            f"`draft`: {draft} has neither {CONFIG_NAME} nor {ADAPTER_CONFIG_NAME}: name a head, or an adapter of one."
+        )
 
 
 def check_output(name: str, value: str, beside: tuple[str, ...] = ()) -> None:

@@ -18,7 +18,7 @@ from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..serving.compatibility import launch_flags
 from ..serving.launching import launched
 from ..serving.servers import ENGINES, Server, ServerError, launch_command
-from .arguments import TargetArguments, check_local_path, check_output
+from .arguments import TargetArguments, check_draft, check_local_path, check_output
 from .evaluation_engines import Engine, ServerEngine, TransformersEngine
 from .evaluation_report import BESIDE, Group, Report, can_plot, write_report
 from .parsing import UsageError, parse, usage_errors
@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> Report:
         groups = grouped(prompts, tokenizer, args)
         if args.engine == "hf":
             check_lengths(groups, target_args.config(), args.max_new_tokens)
+        if args.engine == "hf" or args.launch:
+            check_draft(args.draft)
     if args.output is not None and not can_plot():
         print("no plot, which needs matplotlib: pip install draftsmith[plot]")
     report = Report(settings={**asdict(args), "target": target_args.target})

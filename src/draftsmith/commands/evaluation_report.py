@@ -53,9 +53,9 @@ class Result:
         for name, counts in self.rows():
             low, high = counts.interval or (None, None)
             lines.append([
-                name, str(counts.prompts), f"{counts.acceptance_length:.3f}" if counts.rounds else "not counted",
+                name, str(counts.prompts), f"{counts.acceptance_length:.3f}" if sum(counts.rounds) else "not counted",
                 "" if low is None else f"{low:.3f} to {high:.3f}",
-                *(f"{rate:.3f}" if any(counts.accepted_per_position) else "" for rate in counts.rates),
+                *(f"{rate:.3f}" if counts.counts_positions else "" for rate in counts.rates),
                 f"{counts.tokens_per_second:.1f}",
             ])  # fmt: skip
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

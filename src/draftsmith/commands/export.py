@@ -18,9 +18,9 @@ from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
 from ..serving import compatibility
-from ..serving.directory import check_new, whole_directory
+from ..serving.directory import check_new, open_as_umask_says, whole_directory
 from ..serving.speculators import to_speculators_config, to_speculators_tensors
-from .arguments import check_local_path
+from .arguments import check_draft, check_local_path
 from .parsing import parse, usage_errors
 
 
@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the directory, say who serves it, and return it."""
     (args,) = parse((ExportArguments,), argv)
     with usage_errors():
+        check_draft(args.draft)
         check_merge(args)
         draft = Eagle3DraftModel.from_pretrained(args.draft)
         target_config = None
@@ -140,6 +141,7 @@ def write_speculators(
     (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
     tensors = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_file(to_speculators_tensors(tensors), directory / SAFE_WEIGHTS_NAME, {"format": "pt"})
+    open_as_umask_says(directory, CONFIG_NAME)
 
 
 WRITERS = {"default": write_default, "speculators": write_speculators}

@@ -1,21 +1,27 @@
 """`draftsmith train`: a draft head for a frozen target, from chat data to a directory that servers load."""
 
 import logging
+import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, set_seed
 from transformers.trainer_callback import TrainerCallback
 
 from ..data import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
 from ..hub import HubError
 from ..models.eagle3 import Eagle3DraftModel
+from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
+from ..trainer.adapters import is_adapted
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
-from .arguments import AdapterArguments, DraftArguments, TargetArguments
+from . import leave_together
+from .arguments import AdapterArguments, DraftArguments, TargetArguments, check_draft
 from .parsing import UsageError, parse, usage_errors
 from .run_record import with_sources
 
@@ -35,25 +41,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
-        target_args.check_placement(args.target_tp)
-        peft_config = adapter_args.load(draft_args.draft)
-        tokenizer = target_args.load_tokenizer()
-        with args.main_process_first(desc="data preparation"):
-            data = prepare_datasets(data_args, tokenizer)
-        target = target_args.load(tp_size=args.target_tp)
-        draft = make_draft(draft_args, data_args, target, data)
-        trainer = Eagle3Trainer(
-            draft,
-            target,
-            args,
-            train_dataset=data.train,
-            eval_dataset=data.evaluation,
-            processing_class=tokenizer,
-            chat_template_kwargs=data_args.chat_template_kwargs,
-            peft_config=peft_config,
-            callbacks=list(callbacks),
-        )
-        trainer.record = with_sources(trainer.record, target_args, draft_args, data_args, data, draft)
+        trainer = make_trainer(target_args, draft_args, adapter_args, data_args, args, callbacks)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.stopped_by is None:
@@ -65,15 +53,89 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
         logger.warning(f"{name} ended training at step {step}: go on with `--resume_from_checkpoint auto`.")
         sys.exit(128 + trainer.stopped_by)
     trainer.save_state()
-    if data.evaluation is not None:
+    if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())
         trainer.save_record()
     if args.push_to_hub:
-        try:
-            trainer.push_to_hub()
-        except HubError as error:
-            sys.exit(f"error: {error}")
+        push(trainer)
+    if trainer.is_world_process_zero():
+        print(last_word(trainer, target_args), flush=True)
     return trainer
+
+
+def make_trainer(
+    target_args: TargetArguments,
+    draft_args: DraftArguments,
+    adapter_args: AdapterArguments,
+    data_args: DataArguments,
+    args: Eagle3TrainingArguments,
+    callbacks: Sequence[TrainerCallback],
+) -> Eagle3Trainer:
+    """Everything that can be refused, by `ValueError`, `OSError` or `ImportError`, is refused here."""
+    target_args.check_placement(args.target_tp)
+    peft_config = adapter_args.load(draft_args.draft)
+    if (source := draft_args.draft) is not None:
+        refuse_another_head(draft_args, data_args)
+        check_draft(source)
+        if args.process_index == 0 and is_adapter(source):
+            logger.warning("`draft` %s is an adapter: training starts from its head, merged with it.", source)
+    tokenizer = target_args.load_tokenizer()
+    with args.main_process_first(desc="data preparation"):
+        data = prepare_datasets(data_args, tokenizer)
+    target = target_args.load(tp_size=args.target_tp)
+    draft = make_draft(draft_args, data_args, target, data)
+    trainer = Eagle3Trainer(
+        draft,
+        target,
+        args,
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        processing_class=tokenizer,
+        chat_template_kwargs=data_args.chat_template_kwargs,  # type: ignore[arg-type]  # a mapping by now
+        peft_config=peft_config,
+        callbacks=list(callbacks),
+    )
+    trainer.record = with_sources(trainer.record, target_args, draft_args, data_args, data, draft)
+    trainer.refuse_unnamed_models()
+    return trainer
+
+
+def push(trainer: Eagle3Trainer) -> None:
+    """Push what is saved, from one rank. Where that fails, every rank exits with status 1, and one says why."""
+    failure: list[str | None] = [None]
+    try:
+        trainer.push_to_hub(save=False)
+    except (HubError, ValueError) as error:
+        failure = [f"error: {error}"]
+    broadcast_object_list(failure)
+    if failure[0] is not None:
+        leave_together()
+        sys.exit(failure[0] if trainer.is_world_process_zero() else 1)
+
+
+def last_word(trainer: Eagle3Trainer, target_args: TargetArguments) -> str:
+    """Where the head, or adapter, is, and the commands that come next."""
+    directory, adapter = str(trainer.args.output_dir), is_adapted(trainer.model)
+    given = [(item.name, getattr(target_args, item.name), item.default) for item in fields(target_args)]
+    flags = [part for name, value, default in given if value != default for part in (f"--{name}", str(value))]
+    commands = [
+        ["evaluate", *flags, "--draft", directory, "--prompts", "mt_bench", "--output", "result.json"],
+        ["card", "--draft", directory, "--evaluation", "result.json"],
+    ]
+    if adapter:
+        commands.append(["export", "--draft", directory, "--merge", "true", "--output", f"{directory}-merged"])
+    again = "The run had finished before, and nothing was trained: " if trainer.is_repeated else ""
+    serve = "and merge it into a head to serve" if adapter else "which has the commands that serve it"
+    first = f"{again}{directory} holds the {'adapter' if adapter else 'head'}. Measure it, write its card, {serve}:"
+    return "\n  ".join([first, *(shlex.join(["draftsmith", *words]) for words in commands)])
+
+
+def refuse_another_head(draft_args: DraftArguments, data_args: DataArguments) -> None:
+    """Raise for fields that ask for another head than the one that `draft` is."""
+    if ignored := draft_args.architecture_given():
+        raise ValueError(f"`draft` keeps its architecture: leave out {', '.join(ignored)}.")
+    if data_args.draft_vocab_size is not None or data_args.vocab_map is not None:
+        raise ValueError("`draft` keeps its vocabulary map: leave out `draft_vocab_size` and `vocab_map`.")
 
 
 def make_draft(
@@ -82,10 +144,6 @@ def make_draft(
     """A warm start from `draft`, with its own map; or a new head with a map of the training data."""
     implementation = draft_args.draft_attn_implementation
     if draft_args.draft is not None:
-        if ignored := draft_args.architecture_given():
-            raise ValueError(f"`draft` keeps its architecture: leave out {', '.join(ignored)}.")
-        if data_args.draft_vocab_size is not None or data_args.vocab_map is not None:
-            raise ValueError("`draft` keeps its vocabulary map: leave out `draft_vocab_size` and `vocab_map`.")
         return Eagle3DraftModel.from_pretrained(
             draft_args.draft, target=target, dtype=torch.float32, attn_implementation=implementation
         )
@@ -97,10 +155,11 @@ def resume_point(args: Eagle3TrainingArguments) -> str | None:
     """The checkpoint to go on from. An output directory that already holds some is never trained over by accident."""
     with usage_errors():
         refuse_unwritable(args.output_dir)
-    last = last_whole_checkpoint(args.output_dir, warn=logger.warning)
+    warn = logger.warning if args.process_index == 0 else logger.debug
+    last = last_whole_checkpoint(args.output_dir, warn=warn)
     if args.resume_from_checkpoint == "auto":
         if last is not None:
-            logger.warning("Resuming from %s", last)
+            warn("Resuming from %s", last)
         return last
     if args.resume_from_checkpoint is not None:
         with usage_errors():

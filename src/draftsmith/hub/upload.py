@@ -16,14 +16,13 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from ..model_card import check_card
-from ..model_card.metadata import is_hub_id
+from ..model_card.metadata import TOKEN, is_hub_id
 
 
 CARD, CONFIGS = "README.md", (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 WEIGHTS_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_FILE_BYTES = 50 * 10**9  # the Hub's limit
-ANY_TOKEN = rb"hf_[A-Za-z0-9]{30,}"
 LEFT_BY_TRAINING = ("_*", "checkpoint-*", ".unfinished-*")
 LOG_IN = "log in with `hf auth login`, set `HF_TOKEN`, or pass `token`"
 REMEDIES = {
@@ -227,7 +226,7 @@ def read_json(path: Path) -> Any:
 
 
 def _check_secrets(files: Mapping[str, Path], token: str | None) -> None:
-    secrets = re.compile(b"|".join([ANY_TOKEN, *([re.escape(token.encode())] if token else [])]))
+    secrets = re.compile(b"|".join([TOKEN.pattern.encode(), *([re.escape(token.encode())] if token else [])]))
     for name, path in files.items():
         if path.stat().st_size == 0:
             continue

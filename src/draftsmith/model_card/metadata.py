@@ -31,7 +31,9 @@ LICENSE_FILES = ("LICENSE", "LICENSE.md")  # what `license_link` may name in the
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2", ".xz", ".zst")
 # Absolute and relative paths, also within a text; the slashes of a URL are none.
 LOCAL_PATH = re.compile(r"(?:^|[\s\"'=(,:])(?:~?/[^\s/]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
-TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+# A token has 34 letters and digits behind `hf_`; names that begin so are shorter, or have dashes. No boundary is asked
+# for in front: in escaped text a letter may stand there (`\nhf_..`).
+TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 
 
 @dataclass(frozen=True)

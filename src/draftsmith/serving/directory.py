@@ -1,4 +1,4 @@
-"""Directories that are there whole or not at all."""
+"""Directories that are there whole or not at all, and that others may read as the umask says."""
 
 import os
 import shutil
@@ -13,6 +13,17 @@ def check_new(name: str, path: Path) -> None:
         raise ValueError(f"`{name}`: {path} exists already, and nothing is overwritten: name a new directory.")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"`{name}`: the directory of {path} does not exist: make it, or name another.")
+
+
+def open_as_umask_says(directory: Path, sibling: str) -> None:
+    """Give weights the permissions of `sibling`, a file beside them.
+
+    safetensors writes them for their owner alone, and a server may run as another user. The umask itself cannot be
+    read without setting it, for all threads.
+    """
+    mode = (directory / sibling).stat().st_mode
+    for weights in directory.glob("*.safetensors"):
+        weights.chmod(mode)
 
 
 @contextmanager

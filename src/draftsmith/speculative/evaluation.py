@@ -81,6 +81,11 @@ class Acceptance:
         return [count / max(sum(self.rounds), 1) for count in self.accepted_per_position]
 
     @property
+    def counts_positions(self) -> bool:
+        """Whether the rates are known: nothing may have been drafted, and some servers tell the sum alone."""
+        return sum(self.rounds) > 0 and (any(self.accepted_per_position) or not any(self.accepted))
+
+    @property
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 

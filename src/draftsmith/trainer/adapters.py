@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..models.eagle3 import Eagle3DraftModel
+from ..serving.directory import open_as_umask_says
 from ..target import deepspeed_init_suspended
 from ..target_family import base_model, require_peft
 from .arguments import Eagle3TrainingArguments
@@ -162,6 +163,7 @@ def save_adapter(
     config.save_pretrained(
         str(directory), auto_mapping_dict={"base_model_class": head.__name__, "parent_library": head.__module__}
     )
+    open_as_umask_says(directory, ADAPTER_CONFIG_NAME)
 
 
 def read_peft_config(source: dict[str, Any] | str) -> Any:

@@ -84,6 +84,18 @@ class StopOnSignal(TrainerCallback):
             control.should_evaluate = control.should_save = False  # saved at the end of its step
 
 
+class LogAllSteps(TrainerCallback):
+    """A log before each checkpoint and at the end, so that no step is missing from the figures of either.
+
+    It comes after the callbacks that decide; whether a checkpoint is the best is known only once it is evaluated.
+    """
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save or control.should_evaluate or control.should_training_stop
+
+    on_epoch_end = on_step_end
+
+
 class NonFiniteSteps:
     """Steps whose gradient norm is not finite leave weights and optimizer as they are; too many in a row end training.
 

@@ -130,11 +130,12 @@ _OPENERS = {".json": _open_json, ".safetensors": _open_safetensors, ".pt": _open
 
 
 def refuse_unwritable(output_dir: str | None) -> None:
-    """Find out before long work starts whether checkpoints can be written."""
+    """Find out before long work starts whether checkpoints can be written; nothing is made for it."""
     output_dir = output_dir or "."
+    path = Path(output_dir).absolute()
     try:
-        os.makedirs(output_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir) as file:
+        nearest = next(parent for parent in (path, *path.parents) if os.path.lexists(parent))
+        with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"\0" * 4096)
     except OSError as error:
         raise ValueError(

@@ -163,8 +163,8 @@ class Eagle3Trainer(PublishingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a training log, made on every rank
             sums = self._train_sums.reduce(self.accelerator)
-            seen = [past["num_tokens"] for past in self.state.log_history if "num_tokens" in past]
-            logs = {**logs, **draft_metrics(sums), "num_tokens": (seen or [0])[-1] + sums["num_tokens"][0]}
+            logs = {**logs, **draft_metrics(sums)}
+            logs["num_tokens"] = self._last_logged("num_tokens") + sums["num_tokens"][0]
             if empty := sums["unsupervised_batches"][0]:
                 logger.warning(
                     f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step."

@@ -1,6 +1,7 @@
 """The transformers `Trainer` for long runs: safe against signals, kills, full disks, NaN and lack of memory."""
 
 import logging
+import time
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .arguments import Eagle3TrainingArguments
-from .callbacks import NonFiniteSteps, StopOnSignal
+from .callbacks import LogAllSteps, NonFiniteSteps, StopOnSignal
 from .checkpoints import (
     STATE,
     UNFINISHED,
@@ -43,6 +44,8 @@ class FaultTolerantTrainer(Trainer):
         super().__init__(args=args, **kwargs)
         self._stop = StopOnSignal(self.args.world_size)
         self.add_callback(self._stop)
+        self.add_callback(LogAllSteps())
+        self._last_log = time.perf_counter()
         self._non_finite = NonFiniteSteps(self.args.max_nan_steps)
         self._unfinished: Path | None = None  # where the checkpoint is that is being written
 
@@ -60,14 +63,33 @@ class FaultTolerantTrainer(Trainer):
             refuse_damaged(resume_from_checkpoint)
         if self.args.should_save:
             remove_unfinished(Path(self.args.output_dir or "."))
+        self._last_log = time.perf_counter()
         try:
             with self._stop.listening():
                 return super().train(resume_from_checkpoint, *args, **kwargs)
         except torch.OutOfMemoryError as error:  # its own type and text stay: `auto_find_batch_size` knows it by them
             raise torch.OutOfMemoryError(f"{error}\n{self.memory_advice()}") from error
 
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:  # a training log
+            now = time.perf_counter()
+            logs = {**logs, "hours": self._last_logged("hours") + (now - self._last_log) / 3600}
+            self._last_log = now
+        super().log(logs, start_time)
+
+    def _last_logged(self, name: str) -> float:
+        """A running sum as it was last logged, also before an interruption."""
+        return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0.0)
+
     def memory_advice(self) -> str:
         raise NotImplementedError
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """transformers would take one step more when it resumes a finished run whose last step was within an epoch."""
+        if self.state.global_step < self.state.max_steps:
+            super()._run_epoch(*args, **kwargs)
+        else:
+            self.control.should_training_stop = True
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)

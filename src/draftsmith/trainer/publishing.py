@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,20 +46,20 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     Attributes:
         record: what is known of target and data; what the run itself finds out is added when it is saved.
+        is_repeated: whether `train()` was given the last checkpoint of a finished run, and so trained nothing.
     """
 
     def __init__(self, *, args: Eagle3TrainingArguments, **kwargs: Any):
         self.record = RunRecord()
-        self._hours: float | None = None
+        self.is_repeated = False
         self._uploads: Future | None = None
-        self._is_repeated = False
+        self._makes_directory = not Path(args.output_dir or ".").exists()
         if args.push_to_hub:
             _refuse_unpublishable(args)
         super().__init__(args=args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        if self.args.push_to_hub:
-            self._refuse_unnamed_models()
+        self.refuse_unnamed_models()
         if self.args.should_save:
             with tempfile.TemporaryDirectory() as scratch:
                 self.finished_record().save(scratch)  # what it refuses is not found out at the end
@@ -66,24 +67,31 @@ class PublishingTrainer(FaultTolerantTrainer):
                 shutil.rmtree(leftover, ignore_errors=True)
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint and Path(str(resume_from_checkpoint)).name == f"checkpoint-{self.state.global_step}":
-            logger.warning("%s is of a finished run: nothing was left to train.", resume_from_checkpoint)
-            self._is_repeated = True
-        if not resume_from_checkpoint:  # else it is not known how long the part before has taken
-            self._hours = output.metrics["train_runtime"] / 3600
+            if self.is_world_process_zero():
+                logger.warning("%s is of a finished run: nothing was left to train.", resume_from_checkpoint)
+            self.is_repeated = True
         return output
 
-    def _refuse_unnamed_models(self) -> None:
-        target, base = self.record.target, self.record.draft
+    def refuse_unnamed_models(self) -> None:
+        """Raise `ValueError` if a push is asked for and its card could not name the models that belong to the head."""
+        target, base, refusal = self.record.target, self.record.draft, None
+        if not self.args.push_to_hub:
+            return
         if target is None or target.kind == MEMORY:
-            raise ValueError(
+            refusal = (
                 "`push_to_hub`: the target has no name for the card: load it with `from_pretrained`, or say "
                 "`trainer.record.target = draftsmith.model_card.Source(<Hub id>)`."
             )
-        if is_adapted(self.model) and (base is None or base.kind != HUB):
-            raise ValueError(
+        elif is_adapted(self.model) and (base is None or base.kind != HUB):
+            refusal = (
                 "`push_to_hub`: the head that is adapted is not on the Hub, so its adapter could not be loaded from "
                 "there: push the head first, and adapt it by its id."
             )
+        if refusal is not None:
+            if self._makes_directory and self.args.should_save:
+                with suppress(OSError):  # it is not empty
+                    Path(self.args.output_dir or ".").rmdir()
+            raise ValueError(refusal)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, True)  # transformers would push here, before there is a card
@@ -93,7 +101,7 @@ class PublishingTrainer(FaultTolerantTrainer):
     def save_record(self, output_dir: str | None = None) -> None:
         """Write `run.json`; that of a finished run stays as it is when the run is only repeated."""
         directory = Path(output_dir or self.args.output_dir or ".")
-        if self.args.should_save and not (self._is_repeated and (directory / RUN_FILE).exists()):
+        if self.args.should_save and not (self.is_repeated and (directory / RUN_FILE).exists()):
             self.finished_record().save(directory)
 
     def finished_record(self) -> RunRecord:
@@ -102,7 +110,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             next((entry for entry in reversed(self.state.log_history) if name in entry), {})
             for name in ("loss", "eval_loss")
         )
-        tokens, hours = trained.get("num_tokens"), self._hours
+        tokens, hours = trained.get("num_tokens"), trained.get("hours")
         return replace(
             self.record,
             recipe=training_recipe(self.args, **self.record.recipe, steps=self.state.global_step),
@@ -169,6 +177,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         revision: str | None = None,
         private: bool | None = None,
         create_pr: bool = False,
+        save: bool = True,
         **kwargs: Any,
     ) -> CommitInfo | Future | None:
         """Save the head and push it with its card, as one commit. Every rank must call it, and rank 0 pushes.
@@ -177,6 +186,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             blocking: False returns a future of the commit.
             token, revision, private: default: `args.hub_token`, `args.hub_revision`, `args.hub_private_repo`.
             create_pr: open a pull request instead of committing.
+            save: False pushes what `save_model` has written to `output_dir`, without writing it once more.
             kwargs: of `create_model_card`, such as `evaluations`.
 
         Raises:
@@ -185,7 +195,8 @@ class PublishingTrainer(FaultTolerantTrainer):
         """
         if self.hub_model_id is None:
             self.init_hf_repo()
-        self.save_model()
+        if save:
+            self.save_model()
         if not self.is_world_process_zero():
             return None
         self.create_model_card(**kwargs)

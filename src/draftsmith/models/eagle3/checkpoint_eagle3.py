@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from huggingface_hub import CommitInfo
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from ... import hub
+from ...serving.directory import open_as_umask_says
 from ...serving.speculators import DEFAULT_NAMES
 from ...target import deepspeed_init_suspended
 from ...target_family import embedding_weight
@@ -249,6 +251,8 @@ class Eagle3PreTrainedModel(PreTrainedModel):
         if saved_dtype is not None and is_main_process:  # and the dtype of the live parameters, not of what was saved
             self.config.dtype = saved_dtype
             self.config.save_pretrained(save_directory)
+        if is_main_process:
+            open_as_umask_says(Path(save_directory), CONFIG_NAME)
 
     def push_to_hub(  # type: ignore[override]
         self,

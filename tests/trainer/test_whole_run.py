@@ -1,0 +1,76 @@
+"""The figures of a run are those of all its steps, wherever log lines fall and however often it was interrupted."""
+
+import json
+
+import pytest
+from transformers import TrainerCallback
+
+from .common import assert_equal_weights, logged, make_rows, make_trainer, weights_of
+
+
+LENGTHS = [12, 9, 20, 15, 7, 30, 11]
+OPTIONS = {
+    "max_steps": 7,
+    "logging_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 5,
+    "per_device_train_batch_size": 1,
+}
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def record_of(directory):
+    return json.loads((directory / "run.json").read_text())
+
+
+def test_figures_go_to_the_last_step(tmp_path):
+    trainer = make_trainer(tmp_path, make_rows(LENGTHS), **OPTIONS)
+    output = trainer.train()
+    trainer.save_model()
+    record = record_of(tmp_path)
+    assert record["tokens_seen"] == sum(LENGTHS) == record["train_metrics"]["num_tokens"]
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [3, 5, 6, 7]
+    assert record["train_metrics"]["loss"] == entries[-1]["loss"]
+    steps = [3, 2, 1, 1]
+    assert sum(entry["loss"] * count for entry, count in zip(entries, steps, strict=True)) / 7 == pytest.approx(
+        output.training_loss, rel=1e-6
+    )
+    assert 0 < record["hours"] <= output.metrics["train_runtime"] / 3600 + 1e-3
+    assert record["tokens_per_second"] == pytest.approx(sum(LENGTHS) / (3600 * record["hours"]))
+
+
+@pytest.mark.parametrize("logging_strategy", ["steps", "no"])
+def test_figures_of_a_resumed_run_count_the_part_before(tmp_path, logging_strategy):
+    options = {**OPTIONS, "logging_strategy": logging_strategy}
+    whole = make_trainer(tmp_path / "whole", make_rows(LENGTHS), **options)
+    whole.train()
+    first = make_trainer(tmp_path / "run", make_rows(LENGTHS), callbacks=[StopAfter(5)], **options)
+    first.train()
+    first.save_model()
+    before = record_of(tmp_path / "run")
+    resumed = make_trainer(tmp_path / "run", make_rows(LENGTHS), **options)
+    resumed.train(resume_from_checkpoint=True)
+    resumed.save_model()
+    after = record_of(tmp_path / "run")
+    assert before["tokens_seen"] < after["tokens_seen"] == sum(LENGTHS)
+    assert after["hours"] > before["hours"] > 0 and after["tokens_per_second"] > 0
+    assert logged(resumed, "loss") == pytest.approx(logged(whole, "loss"))
+
+
+@pytest.mark.parametrize("steps", [3, 7], ids=["within an epoch", "a whole epoch"])
+def test_a_finished_run_is_not_trained_on(tmp_path, steps):
+    options = {**OPTIONS, "max_steps": steps}
+    first = make_trainer(tmp_path, make_rows(LENGTHS), **options)
+    first.train()
+    again = make_trainer(tmp_path, make_rows(LENGTHS), **options)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert again.state.global_step == steps and again.is_repeated
+    assert_equal_weights(weights_of(again), weights_of(first), 0)
