@@ -20,6 +20,7 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     code = "\n".join(re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL))
     assert code.count(NAME) == 1
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_CACHE_HOME", str(tmp_path / "cache"))  # where prepared data is kept
     exec(code.replace(NAME, str(tmp_path / "target")), {})
     assert "What is a draft head?" in capsys.readouterr().out
     assert (tmp_path / "head" / "model.safetensors").exists()
