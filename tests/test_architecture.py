@@ -28,6 +28,7 @@ ALLOWED = {
     "hub": {"model_card", "serving"},
 }
 ALLOWED["trainer"] = set(ALLOWED)
+ALLOWED["generation"] = {"data", "serving"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 50
 KERNEL_FILES = {"triton.py"}  # one kernel is one function, however long
 

@@ -38,11 +38,11 @@ class Server:
 
 
 @contextmanager
-def running_server(target: Path, head: Path, num_draft_tokens: int, **options: Any) -> Iterator[Server]:
-    """Serve `target` with `head` on a free port of this machine.
+def running_server(target: Path, head: Path | None, num_draft_tokens: int, **options: Any) -> Iterator[Server]:
+    """Serve `target` with `head`, or alone, on a free port of this machine.
 
     Args:
-        target, head: directories.
+        target, head: directories, or a Hub id.
         num_draft_tokens: tokens drafted per verification.
         options: further flags, as `max_model_len=128` for `--max-model-len 128`; True stands for a bare flag.
 
@@ -57,9 +57,11 @@ def running_server(target: Path, head: Path, num_draft_tokens: int, **options: A
         for name, value in {**options, "host": "127.0.0.1"}.items()
         for part in (f"--{name.replace('_', '-')}", *([] if value is True else [str(value)]))
     ]
-    command = launch_command(
-        "vllm", str(target), str(head), num_draft_tokens, flags=flags, port=port, python=sys.executable
-    )
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(target), "--port", str(port)]
+    command += flags
+    if head is not None:
+        options = {"flags": flags, "port": port, "python": sys.executable}
+        command = launch_command("vllm", str(target), str(head), num_draft_tokens, **options)
     url = f"http://127.0.0.1:{port}"
     with launched(command, url):
         yield Server(url)

@@ -6,7 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import RepositoryNotFoundError, StrictDataclassError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..models.eagle3 import Eagle3DraftConfig
@@ -88,6 +95,13 @@ class TargetArguments:
 
     def config(self) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(self.target, **self._source())
+
+    def generation_config(self) -> GenerationConfig:
+        """How its authors recommend to sample; empty if they say nothing."""
+        try:
+            return GenerationConfig.from_pretrained(self.target, revision=self.target_revision or "main")
+        except OSError:  # there is no such file
+            return GenerationConfig()
 
     def check_placement(self, tp_size: int) -> None:
         """Raise what `load` would raise for `tp_size`, from the config alone."""

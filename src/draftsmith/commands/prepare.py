@@ -1,15 +1,13 @@
 """`draftsmith prepare`: chat data to token ids and supervision masks, as Parquet that `train` reads."""
 
-import json
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from datasets import Dataset
 
 from ..data import DataArguments, prepare_datasets
+from ..data.files import write_json, written_whole
 from .arguments import TargetArguments
 from .parsing import parse, usage_errors
 
@@ -43,19 +41,3 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _write_parquet(dataset: Dataset, path: Path) -> None:
     with written_whole(path) as unfinished:
         dataset.to_parquet(str(unfinished))
-
-
-def write_json(value: object, path: Path) -> None:
-    with written_whole(path) as unfinished:
-        unfinished.write_text(json.dumps(value, indent=2) + "\n")
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Another name to write to: `path` appears once all is written, or not at all."""
-    unfinished = path.with_name(f".{path.name}")
-    try:
-        yield unfinished
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)

@@ -101,11 +101,25 @@ class ChatEncoder(TextEncoder):
                     f"can't be located: {self.name} doesn't render it after its generation prompt {prompt[-40:]!r}; "
                     "pass `chat_template_kwargs` that fit the data (reasoning on or off) or another `chat_template`",
                 )
-            rows.append(Rendering(text, [Turn(len(prompt), len(text), index)], conversation))
+            end = len(text) if conversation.finished or index < len(messages) - 1 else self._cut_end(text, messages)
+            rows.append(Rendering(text, [Turn(len(prompt), end, index)], conversation))
         whole = texts[-1]
         if all(map(whole.startswith, prompts)) and all(map(whole.startswith, texts)):
             return [Rendering(whole, [turn for row in rows for turn in row.turns], conversation)]
         return rows
+
+    def _cut_end(self, text: str, messages: list[dict[str, Any]]) -> int:
+        """Where the last answer, which was cut off, stops in its rendering: what the template adds to end the turn
+        was never generated."""
+        content = messages[-1].get("content", "").strip()
+        start = text.rfind(content)
+        if not content or start < 0:
+            raise RowError(
+                f"messages[{len(messages) - 1}].content",
+                f"was cut off (`finished` is false) and is {'rendered otherwise' if content else 'empty'}: leave the "
+                "row out",
+            )
+        return start + len(content)
 
     def _apply(self, conversation: Conversation, chats: list[list[dict[str, Any]]], **kwargs: Any) -> list[str]:
         kwargs |= self._template_arguments(conversation)

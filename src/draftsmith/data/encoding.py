@@ -153,7 +153,7 @@ class RowEncoder:
                 return None
             row = parse_json_row(row["text"])
         else:
-            row = _without_nulls(row)
+            row = without_nulls(row)
         return read_row(row, *self.row_format)
 
     def _encode(self, contents: list[Content | RowError | None]) -> list[list[Document] | RowError]:
@@ -248,8 +248,8 @@ def parse_json_row(text: str) -> dict[str, Any]:
     return row
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Arrow gives every struct the keys of all rows; those that a row didn't have are null."""
     if isinstance(value, dict):
-        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+        return {key: without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value

@@ -32,12 +32,16 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages to render with the chat template; answers before message `first_supervised` are context only."""
+    """Messages to render with the chat template; answers before message `first_supervised` are context only.
+
+    Where `finished` is false, the last answer was cut off: the model did not end it there.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     first_supervised: int = 0
+    finished: bool = True
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,7 @@ def read_row(row: Row, format_name: str, column: str | None = None) -> Content:
         RowError: a field is missing, of the wrong type or of no use.
     """
     needed, reader = FORMATS[format_name]
-    for media in MEDIA_COLUMNS:
-        if row.get(media):
-            raise RowError(media, "holds media, but only text can be trained on; remove the row or the column")
+    refuse_media(row)
     columns = [column] if column else sorted(needed)
     for name in columns:
         if row.get(name) is None:
@@ -94,9 +96,21 @@ def read_row(row: Row, format_name: str, column: str | None = None) -> Content:
     return reader(row, columns)
 
 
+def refuse_media(row: Row) -> None:
+    """Raise `RowError` for a row with images, video or sound."""
+    for media in MEDIA_COLUMNS:
+        if row.get(media):
+            raise RowError(media, "holds media, but only text can be trained on; remove the row or the column")
+
+
 def _read_messages(row: Row, columns: list[str]) -> Conversation:
     (column,) = columns
-    return Conversation(read_messages(row[column], column), _tools(row), _template_kwargs(row))
+    return Conversation(
+        read_messages(row[column], column),
+        read_tools(row),
+        read_template_kwargs(row),
+        finished=row.get("finished") is not False,
+    )
 
 
 def _read_prompt_completion(row: Row, _: list[str]) -> Conversation | Completion:
@@ -106,9 +120,10 @@ def _read_prompt_completion(row: Row, _: list[str]) -> Conversation | Completion
     messages = read_messages(prompt, "prompt")
     return Conversation(
         messages + read_messages(completion, "completion"),
-        _tools(row),
-        _template_kwargs(row),
+        read_tools(row),
+        read_template_kwargs(row),
         first_supervised=len(messages),
+        finished=row.get("finished") is not False,
     )
 
 
@@ -168,6 +183,8 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         raise RowError(f"{name}.content", "is missing")
     for key in REASONING_KEYS:
         _string(message.get(key, ""), f"{name}.{key}")
+    if isinstance(message.get("tool_calls"), str):
+        message["tool_calls"] = _parsed(message["tool_calls"], f"{name}.tool_calls")
     return message
 
 
@@ -182,13 +199,11 @@ def _text_content(value: Any, name: str) -> str:
     return "".join(_string(part.get("text"), f"{name}[{index}].text") for index, part in enumerate(value))
 
 
-def _tools(row: Row) -> list[dict[str, Any]] | None:
+def read_tools(row: Row) -> list[dict[str, Any]] | None:
+    """The column `tools`: JSON schemas, or those as text, since columns have one type."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise RowError("tools", f"is not JSON: {error}") from error
+        tools = _parsed(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -196,11 +211,21 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _template_kwargs(row: Row) -> dict[str, Any]:
+def read_template_kwargs(row: Row) -> dict[str, Any]:
+    """The column `chat_template_kwargs`: an object, or one as text."""
     kwargs = row.get("chat_template_kwargs") or {}
+    if isinstance(kwargs, str):
+        kwargs = _parsed(kwargs, "chat_template_kwargs")
     if not isinstance(kwargs, dict):
         raise RowError("chat_template_kwargs", f"is {_kind(kwargs)}, not an object")
     return kwargs
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RowError(name, f"is not JSON: {error}") from error
 
 
 def _string(value: Any, name: str) -> str:
@@ -228,5 +253,5 @@ FORMATS: dict[str, tuple[frozenset[str], Callable[[Row, list[str]], Content]]] =
     "text": (frozenset({"text"}), _read_text),
 }
 COLUMNS = frozenset().union(*(needed for needed, _ in FORMATS.values())) | {
-    "turn_ids", "tools", "chat_template_kwargs", *MEDIA_COLUMNS
+    "turn_ids", "tools", "chat_template_kwargs", "finished", *MEDIA_COLUMNS
 }  # fmt: skip

@@ -11,6 +11,8 @@ from datasets import Dataset, load_dataset, load_from_disk
 
 
 COMPRESSIONS = {".bz2", ".gz", ".xz", ".zst"}
+# What stands beside data and tells about it; hidden files are no data either, but unfinished.
+DESCRIPTIONS = {"provenance.json", "statistics.json", "dataset_info.json", "dataset_infos.json"}
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,17 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "state.json").is_file()
 
 
+def _is_data(path: Path) -> bool:
+    return _kind(path) in READERS and path.name not in DESCRIPTIONS and not path.name.startswith(".")
+
+
 def _local_files(name: str) -> list[Path]:
     """The files that `name` stands for, sorted; empty if it must be a Hub id."""
     path = Path(name).expanduser()
     if path.is_file() or _is_saved_dataset(path):
         return [path]
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if _kind(file) in READERS)
+        files = sorted(file for file in path.iterdir() if _is_data(file))
         if not files:
             raise FileNotFoundError(f"`dataset`: the directory {name} holds no {', '.join(READERS)} file.")
         return files

@@ -24,7 +24,7 @@ from .loading import Source
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 1  # raised whenever the same rows would be prepared differently
+CACHE_VERSION = 2  # raised whenever the same rows would be prepared differently
 SHOWN_ROWS = 20
 
 
@@ -34,7 +34,7 @@ class BadRowsError(ValueError):
     def __init__(self, rows: list[str], good: int):
         self.rows = rows
         super().__init__(
-            f"{len(rows)} rows can't be used ({good} documents can; `on_bad_row=skip` keeps those):\n{_listing(rows)}"
+            f"{len(rows)} rows can't be used ({good} documents can; `on_bad_row=skip` keeps those):\n{listing(rows)}"
         )
 
 
@@ -97,11 +97,11 @@ def prepare_sources(
     if total.errors and on_bad_row == "error":
         raise BadRowsError(total.errors, len(documents))
     if total.errors:
-        logger.warning("Skipped %d rows that can't be used:\n%s", len(total.errors), _listing(total.errors))
+        logger.warning("Skipped %d rows that can't be used:\n%s", len(total.errors), listing(total.errors))
     if total.unsupervised:
         logger.warning(
             "Left out %d rows without an answer of two tokens within `max_length`=%s:\n%s",
-            len(total.unsupervised), arguments.max_length, _listing(total.unsupervised),
+            len(total.unsupervised), arguments.max_length, listing(total.unsupervised),
         )  # fmt: skip
     if len(documents) == 0:
         raise ValueError(
@@ -226,6 +226,7 @@ def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     return [backend, tokenizer.chat_template, tokenizer.special_tokens_map]
 
 
-def _listing(rows: list[str]) -> str:
+def listing(rows: Sequence[str]) -> str:
+    """The first rows, one a line, and how many more there are."""
     hidden = len(rows) - SHOWN_ROWS
     return "\n".join([f"  {row}" for row in rows[:SHOWN_ROWS]] + ([f"  and {hidden} more"] if hidden > 0 else []))

@@ -11,6 +11,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from .encoding import parse_json_row
 from .formats import RowError, read_messages
 from .loading import Source, load_sources
+from .questions import question_column
 
 
 Prompt = list[dict[str, Any]] | str  # messages, or text for a completions endpoint
@@ -42,7 +43,9 @@ PRESETS = {
 def read_prompts(
     datasets: Sequence[str | Dataset], *, config: str | None = None, split: str = "test"
 ) -> list[LabelledPrompt]:
-    """The prompts of rows with `messages`, `conversations` or `prompt`; of a conversation, all before its last answer.
+    """The prompts of rows with `messages`, `conversations`, `turns` or `prompt`.
+
+    Of a conversation, all before its last answer; of `turns`, the first.
 
     Args:
         datasets: as in [`loading.load_sources`], or names of `PRESETS`; `<preset>=<file>` reads a local copy of one.
@@ -104,8 +107,8 @@ def render_prompts(
 
 def pad_prompts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) -> BatchEncoding:
     """`input_ids` and `attention_mask` [B, T], padded on the left."""
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:  # any will do, since it is masked
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     return tokenizer.pad({"input_ids": list(ids)}, padding_side="left", return_tensors="pt")
 
 
@@ -118,9 +121,9 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwar
 
 
 def _prompt(row: dict[str, Any]) -> Prompt:
-    column = next((name for name in ("messages", "conversations", "prompt") if row.get(name)), None)
-    if column is None:
-        raise RowError("prompt", f"is missing, `messages` and `conversations` too; the row has {', '.join(row)}")
+    column = question_column(row)
+    if column == "turns":
+        return _preset_prompt(row, column)
     if column == "prompt" and isinstance(row["prompt"], str):
         return row["prompt"]
     messages = read_messages(row[column], column)

@@ -26,7 +26,7 @@ TAIL = 3000  # characters of a failed server's log
 def launched(command: Sequence[str], base_url: str, *, environment: dict[str, str] | None = None) -> Iterator[None]:
     """Start a server, wait until it answers at `base_url`, and end it and its children, on SIGTERM too."""
     _refuse_other_server(base_url)
-    with _sigterm_raises(), tempfile.NamedTemporaryFile(mode="w+", suffix=".log") as log:
+    with sigterm_raises(), tempfile.NamedTemporaryFile(mode="w+", suffix=".log") as log:
         try:
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -53,7 +53,7 @@ def _refuse_other_server(base_url: str) -> None:
 
 
 @contextmanager
-def _sigterm_raises() -> Iterator[None]:
+def sigterm_raises() -> Iterator[None]:
     """SIGTERM leaves by `SystemExit`, once; only the main thread may ask for it."""
 
     def leave(number: int, _frame: Any) -> NoReturn:

@@ -22,7 +22,16 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 class ServerError(RuntimeError):
-    """A server that cannot be reached, that refused a request, or that counts nothing."""
+    """A server that cannot be reached, that refused a request, or that counts nothing.
+
+    Attributes:
+        status: of an HTTP answer that is no success.
+        retry_after: the header of that name in it, as it was sent.
+    """
+
+    def __init__(self, message: str, status: int | None = None, retry_after: str | None = None):
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
 
 
 def launch_command(
@@ -84,13 +93,16 @@ class Server:
     Args:
         engine: `vllm` counts in `/metrics`, `sglang` in each answer, `openai` speaks the protocol and counts nothing.
         api_key: sent as a bearer token, never shown.
+        model: the name under which the target is served; None = the first one that the server lists.
     """
 
-    def __init__(self, engine: str, base_url: str, api_key: str | None = None):
+    def __init__(self, engine: str, base_url: str, api_key: str | None = None, model: str | None = None):
         if engine not in ENGINES:
             raise ValueError(f"`engine` is {engine!r}: pass one of {', '.join(ENGINES)}.")
         _check_address(base_url)
         self.engine, self.base_url = engine, base_url.rstrip("/").removesuffix("/v1")
+        if model is not None:
+            self.model = model
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     @classmethod
@@ -133,6 +145,15 @@ class Server:
         rounds = answer("meta_info", kind=dict).get("spec_verify_ct")
         return Answer(answer("text", kind=str), answer("meta_info", "completion_tokens", kind=int), rounds)
 
+    def chat(self, body: dict[str, Any], *, timeout: float) -> Callable[..., Any]:
+        """One request for chat completions, by what reads a field of its answer: by its keys, and of a kind.
+
+        Args:
+            body: the request without `model`.
+            timeout: seconds without a byte from the server.
+        """
+        return self._json("/v1/chat/completions", {"model": self.model, **body}, timeout)
+
     def counters(self) -> Counters:
         """vLLM's counters, summed over engines; raises `ServerError` for a server without a head."""
         if self.engine != "vllm":
@@ -152,9 +173,9 @@ class Server:
             raise ServerError(f"{self.base_url} counts no drafts: start it with a head (`--speculative-config`).")
         return Counters(sum(rounds), [positions[position] for position in sorted(positions)])
 
-    def _json(self, path: str, body: Any = None) -> Callable[..., Any]:
+    def _json(self, path: str, body: Any = None, timeout: float = ANSWER_SECONDS) -> Callable[..., Any]:
         """What reads a field of the answer: by its keys, and of a kind, or else `ServerError`."""
-        text = self._request(path, body)
+        text = self._request(path, body, timeout)
         try:
             answer = json.loads(text)
         except ValueError:
@@ -174,19 +195,21 @@ class Server:
 
         return field
 
-    def _request(self, path: str, body: Any = None) -> str:
+    def _request(self, path: str, body: Any = None, timeout: float = ANSWER_SECONDS) -> str:
         """GET, or POST of JSON."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **self._headers}
         request = urllib.request.Request(self.base_url + path, data, headers)
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as response:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
                 return response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             reason = error.reason
             with suppress(OSError, http.client.HTTPException):  # it may break off here too
                 reason = error.read().decode(errors="replace")[:300]
-            raise ServerError(f"{self.base_url}{path} answered {error.code}: {reason}") from error
+            raise ServerError(
+                f"{self.base_url}{path} answered {error.code}: {reason}", error.code, error.headers.get("Retry-After")
+            ) from error
         except http.client.HTTPException as error:
             raise ServerError(
                 f"{self.base_url}{path} broke its answer off, or answered no HTTP ({error!r}): look into its log."

@@ -1,0 +1,27 @@
+"""Answers that a target writes to the prompts of a dataset, as a dataset to train on."""
+
+from .conversations import Answered, answer_all
+from .journal import Journal, refuse_other_settings
+from .local import local_engine
+from .output import DATA_FILE, JOURNAL_FILE, PROVENANCE_FILE, Counts, write_dataset
+from .reasoning import reasoning_key
+from .requests import Engine, Sampling
+from .server import ServerEngine
+
+
+__all__ = [
+    "DATA_FILE",
+    "JOURNAL_FILE",
+    "PROVENANCE_FILE",
+    "Answered",
+    "Counts",
+    "Engine",
+    "Journal",
+    "Sampling",
+    "ServerEngine",
+    "answer_all",
+    "local_engine",
+    "reasoning_key",
+    "refuse_other_settings",
+    "write_dataset",
+]

@@ -1,0 +1,191 @@
+"""What becomes of an answer: reasoning, tool calls, cuts, and how `prepare` reads it."""
+
+import json
+
+import pyarrow.parquet as pq
+import pytest
+from datasets import load_dataset
+
+from draftsmith.commands.parsing import UsageError
+from draftsmith.data import DataArguments, prepare_datasets
+from draftsmith.data.formats import RowError
+from draftsmith.generation.reasoning import AnswerReader, reasoning_key
+from draftsmith.generation.requests import Request
+from tests.data.common import CHATML, QWEN3, answers, build_tokenizer, chat
+
+
+HARMONY = "{% if m.thinking %}{{ m.thinking }}{% endif %}{{ reasoning_effort }}"
+THINK_FIRST = (  # the generation prompt begins the reasoning
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+TOOLS = CHATML.replace(
+    "{{ message.content }}",
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<call>{{ call.function | tojson }}{% endfor %}",
+)
+CALL = {"id": "mine", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+
+
+def flags(server, *others):
+    return ["--engine", "openai", "--base_url", server[0], *others]
+
+
+def rows_of(tmp_path):
+    rows = load_dataset(str(tmp_path / "out"), split="train").to_list()
+    return [[{k: v for k, v in message.items() if v is not None} for message in row["messages"]] for row in rows]
+
+
+def prepared(tmp_path, template, **options):
+    tokenizer = build_tokenizer(template)
+    arguments = DataArguments(dataset=[str(tmp_path / "out")], cache_dir=str(tmp_path / "cache"), **options)
+    return [answers(row, tokenizer) for row in prepare_datasets(arguments, tokenizer).train]
+
+
+@pytest.fixture
+def retemplate(target_dir):
+    """Give the target another template, for one test."""
+    before = build_tokenizer(CHATML)
+    yield lambda template: build_tokenizer(template).save_pretrained(target_dir)
+    before.save_pretrained(target_dir)
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [
+        (QWEN3, "reasoning_content"), (CHATML, None), (HARMONY, "thinking"),
+        ("{{ message['reasoning'] }}", "reasoning"), ("{{ enable_thinking }} thinking reasoning", None),
+    ],
+)  # fmt: skip
+def test_reasoning_goes_where_the_template_reads_it(template, key):
+    assert reasoning_key(template) == key
+
+
+@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+def test_a_servers_reasoning_is_kept_and_rendered(field, run, server, tmp_path, retemplate):
+    retemplate(QWEN3)
+    server[1].message = {field: "Hello there"}
+    run([{"turns": ["one", "two"]}], *flags(server))
+    (messages,) = rows_of(tmp_path)
+    assert [message.get("reasoning_content") for message in messages] == [None, "Hello there"] * 2
+    assert server[1].requests[1]["messages"][1]["reasoning_content"] == "Hello there"
+    (first,), (second,) = prepared(tmp_path, QWEN3)  # a template that rewrites history: a row per turn
+    assert first.startswith("<think>\nHello there\n</think>\n\nIt is 1") and second.startswith("<think>\nHello there")
+
+
+def test_reasoning_that_no_template_reads_ends_the_run(run, server):
+    server[1].message = {"reasoning": "Hello there"}
+    with pytest.raises(UsageError, match="start the server without `--reasoning-parser`"):
+        run([{"prompt": "one"}], *flags(server))
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "written", "message"),
+    [
+        (
+            QWEN3,
+            {},
+            "<think>\nLet me see.\n</think>\n\nHello",
+            {"reasoning_content": "Let me see.", "content": "Hello"},
+        ),
+        (QWEN3, {"enable_thinking": False}, "Hello", {"content": "Hello"}),
+        (THINK_FIRST, {}, "Let me see.\n</think>\n\nHello", {"reasoning_content": "Let me see.", "content": "Hello"}),
+        (CHATML, {}, "<think>\nLet me see.\n</think>\n\nHello", None),
+        (CHATML, {}, "  Hello there \n", {"content": "  Hello there \n"}),
+        (QWEN3, {"enable_thinking": False}, "a</think>b</think>", {"content": "a</think>b</think>"}),
+    ],
+)
+def test_raw_text_is_split_only_if_the_template_renders_it_as_it_was(template, kwargs, written, message):
+    reader = AnswerReader(build_tokenizer(template), kwargs)
+    request = Request("k-0", 0, chat("What is it?"), None, {})
+    expected = {"role": "assistant", **(message or {"content": written})}
+    assert reader.message(request, reader.prompt(request), written) == expected
+
+
+def test_what_the_template_renders_otherwise_is_refused():
+    reader = AnswerReader(build_tokenizer(QWEN3), {})
+    request = Request("k-0", 0, chat("What is it?"), None, {})
+    with pytest.raises(RowError, match=r"`messages\[1\]` was answered with 'Hello'.*--engine openai"):
+        reader.message(request, reader.prompt(request), "Hello")  # without the reasoning that this template adds
+
+
+def test_a_recorded_call_is_known_by_its_text():
+    reader = AnswerReader(build_tokenizer(TOOLS), {})
+    recorded = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    request = Request("k-0", 0, chat("Add."), None, {}, recorded)
+    prompt = reader.prompt(request)
+    assert reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 1}}') == recorded
+    assert "tool_calls" not in reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 2}}')
+
+
+@pytest.mark.parametrize(("arguments", "number"), [('{"a": 1}', 2), ('{"a": 2}', 1)])
+def test_tool_results_are_told_to_a_target_that_made_the_call(arguments, number, run, server, tmp_path, retemplate):
+    retemplate(TOOLS)
+    row = {
+        "messages": [
+            *chat("Add."), {"role": "assistant", "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "mine", "content": "2"}, {"role": "assistant", "content": "Two."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+    }  # fmt: skip
+    call = {"id": "theirs", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    server[1].message = {"content": None, "tool_calls": [call]}
+    counts = run([row], *flags(server))
+    assert len(server[1].requests) == number == counts.answers and counts.shortened == 2 - number
+    (messages,) = rows_of(tmp_path)
+    (found,) = json.loads(messages[1]["tool_calls"])
+    assert found["function"]["arguments"] == json.loads(arguments) and found["id"] == (
+        "mine" if number == 2 else "theirs"
+    )
+    if number == 2:
+        sent = server[1].requests[1]["messages"]
+        assert sent[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}' and sent[2]["tool_call_id"] == "mine"
+    (supervised,) = prepared(tmp_path, TOOLS)  # JSON text in a column is read as what it holds
+    assert len(supervised) == number and supervised[0].startswith('<call>{"name": "add", "arguments": {"a": ')
+
+
+@pytest.mark.parametrize("reason", ["length", "abort", None])
+def test_cut_answers_are_dropped_with_what_follows(reason, run, server, tmp_path):
+    server[1].finish_reason = reason
+    counts = run([{"turns": ["one", "two"]}, {"prompt": "x"}], *flags(server))
+    assert (counts.rows, counts.written, counts.cut) == (2, 0, 2) and len(server[1].requests) == 2
+    assert pq.read_table(tmp_path / "out" / "train.parquet").num_rows == 0
+
+
+def test_a_cut_answer_that_is_kept_does_not_end_in_training(run, server, tmp_path):
+    server[1].finish_reason = "length"
+    counts = run([{"turns": ["one", "two"]}, {"prompt": "x"}], *flags(server, "--cut_answers", "keep"))
+    assert (counts.written, counts.cut, counts.shortened) == (2, 2, 1)
+    rows = load_dataset(str(tmp_path / "out"), split="train")
+    assert list(rows["finished"]) == [False, False] and [len(messages) for messages in rows["messages"]] == [2, 2]
+    assert prepared(tmp_path, CHATML) == [["It is 1, eno"], ["It is 1, x"]]
+    marked = CHATML.replace("{{ message.content }}<|im_end|>\n", "{% generation %}{{ message.content }}<|im_end|>\n"
+                            "{% endgeneration %}")  # fmt: skip
+    assert prepared(tmp_path, marked) == [["It is 1, eno"], ["It is 1, x"]]
+
+
+def test_only_the_last_answer_of_a_cut_conversation_stays_open(write_prompts, tmp_path):
+    rows = [{"messages": chat("a", "one", "b", " two "), "finished": cut} for cut in (False, True)]
+    rows += [{"messages": chat("a", "one", "b", ""), "finished": False}]
+    name = write_prompts(rows)
+    for template, open_, closed in ((CHATML, " two", " two <|im_end|>"), (QWEN3, None, None)):
+        tokenizer = build_tokenizer(template)
+        arguments = DataArguments(dataset=[name], cache_dir=str(tmp_path / "cache"), on_bad_row="skip")
+        data = prepare_datasets(arguments, tokenizer)
+        (error,) = data.reports["train"].errors
+        assert "line 3: `messages[3].content` was cut off" in error
+        found = [answers(row, tokenizer) for row in data.train]
+        if open_:
+            assert found == [["one<|im_end|>", open_], ["one<|im_end|>", closed]]
+        else:  # a row per turn
+            assert [row[0].split("</think>\n\n")[1] for row in found] == [
+                "one<|im_end|>", " two", "one<|im_end|>", " two <|im_end|>",
+            ]  # fmt: skip
+
+
+def test_a_cut_inside_the_reasoning_leaves_no_message(run, server, tmp_path, retemplate):
+    retemplate(QWEN3)
+    server[1].message, server[1].finish_reason = {"reasoning": "Hm", "content": None}, "length"
+    counts = run([{"prompt": "x"}], *flags(server, "--cut_answers", "keep"))
+    assert (counts.written, counts.cut) == (0, 1)

@@ -1,0 +1,202 @@
+"""Runs that end early, in any way, and go on: nothing twice, nothing lost, the same order."""
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+from datasets import load_dataset
+
+from draftsmith.commands import main
+from draftsmith.commands.parsing import UsageError
+from draftsmith.generation import Journal
+from tests.generation.chat_server import answer_to
+
+
+ROWS = [{"turns": [f"{n}", f"more {n}"]} if n % 3 == 0 else {"prompt": f"{n % 50}"} for n in range(120)]
+
+
+def flags(server, *others):
+    return ["--engine", "openai", "--base_url", server[0], "--concurrency", "8", *others]
+
+
+def expected(row):
+    messages = []
+    for said in row.get("turns") or [row["prompt"]]:
+        messages.append({"role": "user", "content": said})
+        messages.append({"role": "assistant", "content": answer_to(messages)})
+    return messages
+
+
+def journal_of(tmp_path):
+    return tmp_path / "out" / ".journal.jsonl"
+
+
+def keys(tmp_path):
+    lines = journal_of(tmp_path).read_bytes().split(b"\n")[:-1] if journal_of(tmp_path).exists() else []
+    return [json.loads(line)["key"] for line in lines[1:]]
+
+
+def start(run, *arguments):
+    """`run` in a process of its own; a fork, so that it takes no time to begin."""
+    process = multiprocessing.get_context("fork").Process(target=run, args=arguments)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_killed_five_times_it_ends_complete(seed, run, server, write_prompts, tmp_path):
+    chance, dataset, answered = random.Random(seed), write_prompts(ROWS), []
+    server[1].seconds = 0.02
+    for _ in range(5):
+        before = len(answered)
+        process = start(run, dataset, *flags(server))
+        while len(keys(tmp_path)) < before + chance.randint(1, 15):
+            assert process.is_alive()
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        answered = keys(tmp_path)
+        assert before < len(answered) < len(ROWS)
+    earlier = server[1].asked()
+    counts = run(dataset, *flags(server))
+    assert (counts.rows, counts.written) == (120, 120)
+    found = load_dataset(str(tmp_path / "out"), split="train")["messages"]
+    assert list(found) == [expected(row) for row in ROWS]
+    # each run may have asked in vain for what was under way when it was killed, and for nothing else
+    requests = sum(len(row.get("turns", "1")) for row in ROWS)
+    assert requests <= len(server[1].requests) <= requests + 5 * 8 * 2
+    assert sum((server[1].asked() - earlier).values()) == len(server[1].requests) - sum(earlier.values())
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["provenance.json", "train.parquet"]
+
+
+def interrupted(run, server, tmp_path, dataset, number):
+    process = start(run, dataset, *flags(server))
+    while len(keys(tmp_path)) < 5:
+        time.sleep(0.001)
+    os.kill(process.pid, number)
+    process.join(timeout=10)
+    return process.exitcode
+
+
+def test_sigterm_and_ctrl_c_leave_at_once_and_keep_what_is_answered(run, server, write_prompts, tmp_path, target_dir):
+    server[1].seconds = 0.05
+    dataset = write_prompts(ROWS)
+    assert interrupted(run, server, tmp_path, dataset, signal.SIGTERM) == 128 + signal.SIGTERM
+    after = len(keys(tmp_path))
+    command = ["generate", "--target", str(target_dir), "--dataset", dataset, "--output_dir", str(tmp_path / "out")]
+    process = start(main, [*command, *flags(server)])
+    while len(keys(tmp_path)) < after + 5:
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(timeout=10)
+    assert process.exitcode == 130 and len(keys(tmp_path)) > after
+    assert run(dataset, *flags(server)).written == len(ROWS)
+
+
+def test_a_torn_last_line_is_dropped_at_any_byte(tmp_path):
+    path = tmp_path / "journal"
+    from draftsmith.generation import Answered
+
+    with Journal(path, {"a": 1}) as journal:
+        for key in ("x-0", "y-0"):
+            journal.add(Answered(key, [{"role": "assistant", "content": "ü"}], True, 3, 2, 0.5))
+    whole = path.read_bytes()
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        with Journal(path, {"a": 1}) as journal:
+            assert len(journal.places) == max(sum(end <= size for end in ends) - 1, 0)
+            journal.add(Answered("z-0"))
+            assert journal.read("z-0").key == "z-0"
+            assert all(journal.read(key).new_tokens == 2 for key in journal.places if key != "z-0")
+        with Journal(path, {"a": 1}) as journal:  # what was written after the torn line is whole
+            assert "z-0" in journal.places
+
+
+def test_two_runs_at_once_are_refused(tmp_path):
+    with Journal(tmp_path / "journal", {}), pytest.raises(ValueError, match="another run writes to"):
+        Journal(tmp_path / "journal", {})
+
+
+def test_a_journal_that_is_damaged_is_named(tmp_path):
+    (tmp_path / "journal").write_text('{"settings": {}}\nnonsense\n')
+    with pytest.raises(ValueError, match=r"journal is damaged at byte 17 .*remove it to begin anew"):
+        Journal(tmp_path / "journal", {})
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (["--temperature", "0.7"], "`sampling` was .*'temperature': 0.0.* and is .*'temperature': 0.7"),
+        (["--max_new_tokens", "7"], "`sampling`"),
+        (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` was {} and is {'a': 1}"),
+        (["--cut_answers", "keep"], "`cut_answers` was 'drop' and is 'keep'"),
+        (["--served_model", "other"], "`served_model` was 'served' and is 'other'"),
+        (["--target_revision", "v2"], "`target` was .*'revision': None.* and is .*'revision': 'v2'"),
+    ],
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_settings_are_refused_by_name(finished, changed, name, run, server, tmp_path, monkeypatch):
+    if changed[0] == "--target_revision":
+        monkeypatch.setattr("draftsmith.model_card.Source.of", source_with_revision)
+    server[1].faults = {} if finished else {"2": [400]}
+    rows = [{"prompt": str(n)} for n in range(3)]
+    if finished:
+        run(rows, *flags(server))
+    else:
+        with pytest.raises(UsageError):
+            run(rows, *flags(server))
+    with pytest.raises(UsageError, match=f"holds answers of other settings: .*{name}"):
+        run(rows, *flags(server), *changed)
+    run(rows, *flags(server))
+    assert len(server[1].requests) == 3 + (not finished)
+
+
+def source_with_revision(value, *, revision=None, **_):
+    from draftsmith.model_card import Source
+
+    return Source(str(value).rpartition("/")[2], revision=revision)
+
+
+def test_a_finished_directory_is_left_alone(run, server, tmp_path, capsys):
+    rows = [{"prompt": "a"}]
+    run(rows, *flags(server))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    journal_of(tmp_path).write_text("")  # killed after its last file, before the journal went
+    assert run(rows, *flags(server)) is None and "is finished already" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    with pytest.raises(UsageError, match="`dataset` was"):
+        run([*rows, {"prompt": "b"}], *flags(server))
+
+
+def test_data_may_grow_but_not_change_under_an_unfinished_run(run, server, write_prompts):
+    server[1].faults = {"b": [400]}
+    with pytest.raises(UsageError, match="1 rows got no answer"):
+        run([{"prompt": "a"}, {"prompt": "b"}], *flags(server))
+    with pytest.raises(UsageError, match="1 conversations that are answered in .* are not in it"):
+        run([{"prompt": "b"}], *flags(server))
+    assert run([{"prompt": "new"}, {"prompt": "a"}, {"prompt": "b"}], *flags(server)).written == 3
+    assert sorted(server[1].asked().values()) == [1, 1, 2]
+
+
+def test_other_data_is_not_overwritten(run, server, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "train.parquet").write_bytes(b"precious")
+    with pytest.raises(UsageError, match="holds a train.parquet of something else"):
+        run([{"prompt": "a"}], *flags(server))
+    assert (tmp_path / "out" / "train.parquet").read_bytes() == b"precious"
+
+
+def test_bad_rows_stop_before_anything_is_asked_or_are_skipped(run, server):
+    rows = [{"prompt": "a"}, "{", {"x": 1}]
+    with pytest.raises(
+        UsageError, match=r"2 rows can't be used(.|\n)*line 2: `line` is broken JSON(.|\n)*line 3: `prompt`"
+    ):
+        run(rows, *flags(server))
+    assert not server[1].requests
+    assert run(rows, *flags(server), "--on_bad_row", "skip").written == 1
