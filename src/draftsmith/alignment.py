@@ -91,3 +91,23 @@ def positions_within_documents(document_ids: torch.Tensor) -> torch.Tensor:
     starts = torch.zeros_like(positions)
     starts[1:] = positions[1:].where(document_ids[1:] != document_ids[:-1], 0)
     return positions - starts.cummax(0).values
+
+
+def context_rows(rows: torch.Tensor, document_ids: torch.Tensor) -> torch.Tensor:
+    """The rows whose features the loss depends on: in each document all up to its last supervised one.
+
+    Step 0 gives each of them a key and a value; later steps read supervised rows alone, and no query sees a later row.
+
+    Args:
+        rows: `[|R_0|]` int64, the supervised rows of step 0, ascending.
+        document_ids: `[B * T]` int, different for any two documents.
+
+    Returns:
+        Ascending int64 indices into `[B * T]`.
+    """
+    if not len(rows):
+        return rows
+    positions = torch.arange(len(document_ids), device=document_ids.device)
+    following = rows[torch.searchsorted(rows, positions).clamp(max=len(rows) - 1)]
+    needed = (following >= positions) & (document_ids[following] == document_ids)
+    return torch.nonzero(needed).squeeze(1)

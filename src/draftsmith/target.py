@@ -39,9 +39,6 @@ class TargetStates:
     aux_hidden_states: torch.Tensor  # [B, T, len(aux_layer_ids) * Ht]
     last_hidden_state: torch.Tensor  # [B, T, Ht], after the final norm, times the logit scale
 
-    def to(self, device: torch.device | str) -> "TargetStates":
-        return TargetStates(self.aux_hidden_states.to(device), self.last_hidden_state.to(device))
-
 
 @contextmanager
 def deepspeed_init_suspended() -> Iterator[None]:

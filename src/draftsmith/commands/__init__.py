@@ -15,6 +15,7 @@ PATIENCE = 5  # seconds, in which a launcher ends the other ranks when one has f
 COMMANDS = {
     "prepare": "chat data to token ids, supervision masks and packed rows",
     "generate": "the target's own answers to prompts, as data to train on",
+    "cache": "the target's hidden states on disk, so that training need not run it",
     "plan": "what a training step needs of a GPU's memory, and what to do about it",
     "profile": "chart the memory of one step, ours beside dense attention and dense logits",
     "train": "train a draft head on a frozen target",

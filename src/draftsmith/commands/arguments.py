@@ -130,6 +130,37 @@ class TargetArguments:
 
 
 @dataclass
+class OptionalTargetArguments(TargetArguments):
+    """The model that is served, where it may be left out."""
+
+    target: str | None = field(  # type: ignore[assignment]
+        default=None,
+        metadata={"help": "Hub id or directory of the target model. With `hidden_states` it may be left out."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.target is not None:
+            return super().__post_init__()
+        options = (item for item in fields(self) if item.name != "trust_remote_code")
+        if given := [f"`{item.name}`" for item in options if getattr(self, item.name) != item.default]:
+            raise ValueError(f"{', '.join(given)} needs `target`.")
+
+    def require(self) -> None:
+        if self.target is None:
+            raise ValueError("`target` is required: give it in a --config file or as --target.")
+
+
+@dataclass
+class StateArguments:
+    """Where the target's states come from."""
+
+    hidden_states: str | None = field(
+        default=None,
+        metadata={"help": "A cache by `draftsmith cache`: its rows are trained on, and the target is not run."},
+    )
+
+
+@dataclass
 class AdapterArguments:
     """An adapter on the head that `draft` names, which stays as it is."""
 

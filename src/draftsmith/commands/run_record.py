@@ -26,14 +26,14 @@ def with_sources(
         target=Source.of(target_args.target, revision=known or target_args.target_revision),
         target_adapter=None if adapter is None else Source.of(adapter),
         draft=None if draft_args.draft is None else Source.of(draft_args.draft),
-        datasets=_sources(data_args.dataset, data_args.split, data.train),
-        eval_datasets=_sources(data_args.eval_dataset, data_args.eval_split, data.evaluation),
+        datasets=sources_of(data_args.dataset, data_args.split, data.train),
+        eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
         recipe={name: getattr(data_args, name) for name in ("max_length", "packing", "row_length", "eval_fraction")},
     )
 
 
-def _sources(names: Sequence[str], split: str, data: Any) -> list[Source]:
+def sources_of(names: Sequence[str], split: str, data: Any) -> list[Source]:
     """Rows are those that were prepared of all sources together, so they are said of one alone."""
     rows = len(data) if len(names) == 1 and isinstance(data, Sized) else None
     return [Source.of(name, split=split, rows=rows) for name in names]

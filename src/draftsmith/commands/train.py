@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from transformers import PreTrainedModel, set_seed
+from transformers import set_seed
 from transformers.trainer_callback import TrainerCallback
 
-from ..data import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
+from ..data import DataArguments, PreparedData, draft_vocabulary_map
 from ..hub import HubError
 from ..models.eagle3 import Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter
@@ -21,9 +22,10 @@ from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from ..trainer.adapters import is_adapted
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
 from . import leave_together
-from .arguments import AdapterArguments, DraftArguments, TargetArguments, check_draft
+from .arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments, check_draft
 from .parsing import UsageError, parse, usage_errors
 from .run_record import with_sources
+from .training_inputs import cached_inputs, computed_inputs
 
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,14 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     A run that a signal ends saves a checkpoint only and exits with status 128 plus the signal's number, as if that had
     killed it: launchers and schedulers must not take it for a finished one. Other faults exit with status 1.
     """
-    target_args, draft_args, adapter_args, data_args, args = parse(
-        (TargetArguments, DraftArguments, AdapterArguments, DataArguments, Eagle3TrainingArguments), argv
-    )
+    target_args, state_args, draft_args, adapter_args, data_args, args = parse(
+        (OptionalTargetArguments, StateArguments, DraftArguments, AdapterArguments, DataArguments,
+         Eagle3TrainingArguments), argv
+    )  # fmt: skip
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
-        trainer = make_trainer(target_args, draft_args, adapter_args, data_args, args, callbacks)
+        trainer = make_trainer(target_args, state_args, draft_args, adapter_args, data_args, args, callbacks)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.stopped_by is None:
@@ -64,7 +67,8 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
 
 
 def make_trainer(
-    target_args: TargetArguments,
+    target_args: OptionalTargetArguments,
+    state_args: StateArguments,
     draft_args: DraftArguments,
     adapter_args: AdapterArguments,
     data_args: DataArguments,
@@ -72,30 +76,32 @@ def make_trainer(
     callbacks: Sequence[TrainerCallback],
 ) -> Eagle3Trainer:
     """Everything that can be refused, by `ValueError`, `OSError` or `ImportError`, is refused here."""
-    target_args.check_placement(args.target_tp)
     peft_config = adapter_args.load(draft_args.draft)
     if (source := draft_args.draft) is not None:
         refuse_another_head(draft_args, data_args)
         check_draft(source)
         if args.process_index == 0 and is_adapter(source):
             logger.warning("`draft` %s is an adapter: training starts from its head, merged with it.", source)
-    tokenizer = target_args.load_tokenizer()
-    with args.main_process_first(desc="data preparation"):
-        data = prepare_datasets(data_args, tokenizer)
-    target = target_args.load(tp_size=args.target_tp)
-    draft = make_draft(draft_args, data_args, target, data)
+    if state_args.hidden_states is None:
+        inputs = computed_inputs(target_args, data_args, args)
+    else:
+        inputs = cached_inputs(state_args.hidden_states, target_args, draft_args, data_args, args)
+    draft_args, data_args = inputs.decide(draft_args, data_args)
+    draft = make_draft(draft_args, data_args, inputs.draft_source, inputs.data)
+    inputs.check_head(draft)
     trainer = Eagle3Trainer(
         draft,
-        target,
+        inputs.target,
         args,
-        train_dataset=data.train,
-        eval_dataset=data.evaluation,
-        processing_class=tokenizer,
+        train_dataset=inputs.train,
+        eval_dataset=inputs.evaluation,
+        processing_class=inputs.tokenizer,
         chat_template_kwargs=data_args.chat_template_kwargs,  # type: ignore[arg-type]  # a mapping by now
         peft_config=peft_config,
         callbacks=list(callbacks),
     )
-    trainer.record = with_sources(trainer.record, target_args, draft_args, data_args, data, draft)
+    record = with_sources(trainer.record, target_args, draft_args, data_args, inputs.data, draft)
+    trainer.record = inputs.of_cache(record)
     trainer.refuse_unnamed_models()
     return trainer
 
@@ -113,11 +119,12 @@ def push(trainer: Eagle3Trainer) -> None:
         sys.exit(failure[0] if trainer.is_world_process_zero() else 1)
 
 
-def last_word(trainer: Eagle3Trainer, target_args: TargetArguments) -> str:
+def last_word(trainer: Eagle3Trainer, target_args: OptionalTargetArguments) -> str:
     """Where the head, or adapter, is, and the commands that come next."""
     directory, adapter = str(trainer.args.output_dir), is_adapted(trainer.model)
     given = [(item.name, getattr(target_args, item.name), item.default) for item in fields(target_args)]
     flags = [part for name, value, default in given if value != default for part in (f"--{name}", str(value))]
+    flags = flags if target_args.target else ["--target", "TARGET", *flags]  # trained from a cache of its states
     commands = [
         ["evaluate", *flags, "--draft", directory, "--prompts", "mt_bench", "--output", "result.json"],
         ["card", "--draft", directory, "--evaluation", "result.json"],
@@ -139,7 +146,7 @@ def refuse_another_head(draft_args: DraftArguments, data_args: DataArguments) ->
 
 
 def make_draft(
-    draft_args: DraftArguments, data_args: DataArguments, target: PreTrainedModel, data: PreparedData
+    draft_args: DraftArguments, data_args: DataArguments, target: Any, data: PreparedData
 ) -> Eagle3DraftModel:
     """A warm start from `draft`, with its own map; or a new head with a map of the training data."""
     implementation = draft_args.draft_attn_implementation

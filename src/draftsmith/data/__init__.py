@@ -1,8 +1,10 @@
 """From conversations to batches: rendering, masks, packing, the draft vocabulary and the collator."""
 
 from .arguments import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
-from .collator import DraftCollator
+from .collator import STATE_COLUMNS, DraftCollator
+from .encoding import read_template
 from .packing import pack_dataset
+from .prepare import tokenizer_fingerprint
 from .prompts import PRESETS, LabelledPrompt, Prompt, pad_prompts, prompt_ids, read_prompts, render_prompts
 from .vocabulary import (
     build_vocabulary_map,
@@ -17,6 +19,7 @@ from .vocabulary import (
 
 __all__ = [
     "PRESETS",
+    "STATE_COLUMNS",
     "DataArguments",
     "DraftCollator",
     "LabelledPrompt",
@@ -34,6 +37,8 @@ __all__ = [
     "prepare_datasets",
     "prompt_ids",
     "read_prompts",
+    "read_template",
     "render_prompts",
     "save_vocabulary_map",
+    "tokenizer_fingerprint",
 ]

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..alignment import row_sets
+from ..alignment import context_rows, row_sets, unique_document_ids
 from .documents import turns_from_mask
 
 
 PADDING = {"input_ids": 0, "loss_mask": 0, "turn_ids": -1, "position_ids": 0, "document_ids": -1}
+STATE_COLUMNS = ("aux_hidden_states", "teacher_hidden_states")  # of rows that bring the target's states
 
 
 class RowSets:
@@ -57,10 +58,13 @@ class DraftCollator:
         Returns:
             `input_ids`, `turn_ids` (-1 outside turns), `position_ids` (from 0 in each document) and `document_ids`
             (from 0 in each row, -1 = padding), all `[B, T]` int64; `loss_mask` `[B, T]` bool; `row_sets`, K ascending
-            int64 tensors of indices into the flattened `[B * T]` rows.
+            int64 tensors of indices into the flattened `[B * T]` rows. Of rows that bring the target's states, as
+            [`hidden_states.HiddenStateRows`] do: `aux_hidden_states` `[B, T, n * Ht]`, 0 where nothing depends on
+            them, and `teacher_hidden_states` `[|R_0|, Ht]`.
 
         Raises:
-            ValueError: columns of unequal length, or document lengths that don't add up; names the row of the batch.
+            ValueError: columns of unequal length, document lengths that don't add up, or states of other rows than
+                these need; names the row of the batch.
         """
         columns = [_columns(row, number) for number, row in enumerate(rows)]
         length = max(len(row["input_ids"]) for row in columns)
@@ -75,7 +79,34 @@ class DraftCollator:
             row_sets(batch["loss_mask"], batch["document_ids"], batch["turn_ids"], ttt_steps=self.ttt_steps),
             batch["document_ids"],
         )
+        if "aux_hidden_states" in rows[0]:
+            batch |= _states(rows, batch)
         return batch
+
+
+def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Each state at its place: rows bring those that are needed, in order."""
+    documents = unique_document_ids(batch["document_ids"], batch["input_ids"]).flatten()
+    supervised = batch["row_sets"][0]
+    context = context_rows(supervised, documents)
+    needed = {"aux_hidden_states": context, "teacher_hidden_states": supervised}
+    given = {name: torch.cat([row[name] for row in rows]) for name in needed}
+    length = batch["input_ids"].shape[1]
+    for name, places in needed.items():
+        counts = torch.bincount(places // length, minlength=len(rows)).tolist()
+        for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            if len(row[name]) != count:
+                raise ValueError(
+                    f"row {number} of the batch: `{name}` has the states of {len(row[name])} rows, but {count} are "
+                    "needed: they were made for other data."
+                )
+    aux = given["aux_hidden_states"]
+    placed = aux.new_zeros(documents.numel(), aux.shape[1])
+    placed[context] = aux
+    return {
+        "aux_hidden_states": placed.view(*batch["input_ids"].shape, -1),
+        "teacher_hidden_states": given["teacher_hidden_states"],
+    }
 
 
 def _columns(row: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:

@@ -217,6 +217,12 @@ def _cache_key(
     return digest.hexdigest()
 
 
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Hash of all that decides how text becomes tokens, the chat template included."""
+    state = json.dumps(_tokenizer_state(tokenizer), sort_keys=True, default=str)
+    return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+
+
 def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
     # Mere use of a tokenizer changes its state of truncation and padding, neither of which is used here.
     backend = (

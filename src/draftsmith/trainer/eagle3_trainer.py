@@ -11,17 +11,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import EvalLoopOutput
 
 from .. import alignment
-from ..data import DraftCollator, prompt_ids, read_prompts
+from ..cached_target import CachedTarget
+from ..data import STATE_COLUMNS, DraftCollator, prompt_ids, read_prompts
 from ..models.eagle3 import Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter, load_adapter
 from ..ops.transfer import remember_on_host, to_device
-from ..target import FrozenTarget, TargetStates
+from ..target import FrozenTarget
 from .adapters import adapted, is_adapted, save_adapter
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .checkpoints import explained_write_errors, files_moved_to
 from .decoding import DecodedAcceptance
 from .metrics import MetricSums, draft_metrics
 from .publishing import PublishingTrainer, record_of
+from .target_states import TargetStateSource, refuse_without_layers
 
 
 logger = logging.getLogger(__name__)
@@ -33,10 +35,12 @@ class Eagle3Trainer(PublishingTrainer):
     Args:
         model: the head; its trainable parameters are raised to fp32, the compute dtype is `args.bf16`'s. Or a
             `PeftModel` of a head.
-        target: the target model, or a [`FrozenTarget`] of it.
+        target: the target model, or a [`FrozenTarget`] of it; for rows that bring its states, the [`CachedTarget`] of
+            their cache will do.
         args: [`Eagle3TrainingArguments`].
         train_dataset, eval_dataset: rows as `draftsmith prepare` makes them: `input_ids`, `loss_mask`, and optionally
-            `turn_ids` and `document_lengths`.
+            `turn_ids` and `document_lengths`. Or with the target's states, as
+            [`~draftsmith.data.hidden_states.HiddenStateRows`]: then the target is not run.
         processing_class: the target's tokenizer, saved beside checkpoints; renders `eval_prompts`.
         chat_template_kwargs: arguments of its template for them.
         peft_config: a peft method on layers of the head, such as `LoraConfig`: the adapter alone is trained and saved,
@@ -49,7 +53,7 @@ class Eagle3Trainer(PublishingTrainer):
     def __init__(
         self,
         model: Eagle3DraftModel | Any,
-        target: PreTrainedModel | FrozenTarget,
+        target: PreTrainedModel | FrozenTarget | CachedTarget,
         args: Eagle3TrainingArguments,
         *,
         train_dataset: Dataset | None = None,
@@ -62,9 +66,10 @@ class Eagle3Trainer(PublishingTrainer):
         refuse_unsupported_launches(args)
         model = adapted(model, peft_config, args)
         self._decoded = None
+        refuse_without_layers(args, target)
         if args.eval_prompts is not None:
             self._decoded = _decoded_acceptance(args, eval_dataset, processing_class, chat_template_kwargs or {})
-        if isinstance(target, FrozenTarget):
+        if isinstance(target, FrozenTarget | CachedTarget):
             model.fit_to_target(target.model)
         else:
             if target.device.type == "cpu":  # one that was loaded onto devices, or quantised there, stays where it is
@@ -81,15 +86,15 @@ class Eagle3Trainer(PublishingTrainer):
                 f"`target_tp` is {args.target_tp}, but the target is held by {target.tp_size} ranks together: load it "
                 "with `draftsmith.target.load_target(.., tp_size=args.target_tp)`."
             )
-        self.target = target
-        if args.compile_target:
+        self.target: Any = target  # FrozenTarget | CachedTarget
+        if args.compile_target and isinstance(target, FrozenTarget):
             target.compile_layers()
         for parameter in model.parameters():
             if parameter.requires_grad:  # fp32 masters, however the head was loaded
                 parameter.data = parameter.data.float()
         kwargs.setdefault("data_collator", DraftCollator(args.ttt_steps))
         self._train_sums, self._eval_sums = MetricSums(), MetricSums()
-        self._kept_states: dict[tuple[bytes, ...], TargetStates] = {}
+        self._states = TargetStateSource(target)
         self._batch_sizes = (0, 0, 0)  # rows, tokens of each, supervised rows: for the message when memory is out
         super().__init__(
             model=model,
@@ -119,12 +124,11 @@ class Eagle3Trainer(PublishingTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._batch_sizes = (*inputs["input_ids"].shape, len(inputs["row_sets"][0]))
         remember_on_host(inputs["document_ids"], inputs["row_sets"].document_ids)
-        states = self._target_states(inputs, keep=self.args.keep_target_states and model.training)
-        teacher_rows = to_device(inputs["row_sets"][0], states.last_hidden_state.device) + 1
+        aux, teacher = self._states(inputs, keep=self.args.keep_target_states and model.training)
         draft_inputs = {
             "input_ids": inputs["input_ids"],
-            "aux_hidden_states": states.aux_hidden_states,
-            "teacher_hidden_states": states.last_hidden_state.flatten(0, 1)[teacher_rows],
+            "aux_hidden_states": aux,
+            "teacher_hidden_states": teacher,
             "teacher_head": self.target.head_weight,
             "teacher_bias": self.target.head_bias,
             "teacher_softcap": self.target.softcap,
@@ -148,17 +152,6 @@ class Eagle3Trainer(PublishingTrainer):
             scalars["num_documents"] = torch.tensor(self._count_documents(inputs), device=loss.device)
         sums.add(outputs.raw_sums, keep=loss.isfinite() if model.training else None, **scalars)
         return (loss, outputs) if return_outputs else loss
-
-    def _target_states(self, inputs: dict[str, Any], *, keep: bool) -> TargetStates:
-        tensors = {name: inputs[name] for name in ("input_ids", "position_ids", "document_ids")}
-        if not keep:
-            return self.target(**tensors)
-        key = tuple(tensor.cpu().numpy().tobytes() for tensor in tensors.values())
-        if key not in self._kept_states:
-            self._kept_states[key] = self.target(**tensors).to("cpu")
-        else:
-            self.target.take_part()
-        return self._kept_states[key].to(self.args.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # a training log, made on every rank
@@ -288,7 +281,8 @@ class _EvenlySplit(Dataset):
         if index >= self.length:
             raise IndexError(index)  # ends plain iteration
         row = self.dataset[0]
-        return {**row, "loss_mask": [0] * len(row["loss_mask"])}
+        states = {name: row[name][:0] for name in STATE_COLUMNS if name in row}
+        return {**row, "loss_mask": [0] * len(row["loss_mask"]), **states}
 
 
 def _count_rows(batch: dict[str, Any]) -> int:

@@ -27,7 +27,6 @@ from ..model_card import (
     training_recipe,
 )
 from ..model_card.run_record import HUB, MEMORY
-from ..target import FrozenTarget
 from ..target_family import base_model
 from .adapters import is_adapted
 from .arguments import Eagle3TrainingArguments
@@ -264,7 +263,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             self._uploads.exception()  # waits; what it raised is for whoever holds the future
 
 
-def record_of(model: Any, target: FrozenTarget, train_dataset: Any, eval_dataset: Any, seed: int) -> RunRecord:
+def record_of(model: Any, target: Any, train_dataset: Any, eval_dataset: Any, seed: int) -> RunRecord:
     """What a trainer is given; who knows where its data comes from says so in `record`."""
     head, config = base_model(model), target.model.config
     sets = [train_dataset], eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]

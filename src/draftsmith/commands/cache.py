@@ -1,0 +1,170 @@
+"""`draftsmith cache`: the target's hidden states on disk, so that training need not run it."""
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from tqdm.auto import tqdm
+
+from ..data import DataArguments, DraftCollator, prepare_datasets
+from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, stored_size
+from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
+from ..target import FrozenTarget, TargetStates
+from .arguments import OptionalTargetArguments
+from .cached_sources import manifest_of, save_target
+from .parsing import UsageError, parse, usage_errors
+
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+SAMPLED_ROWS = 8  # of each split, from which the size of all is predicted
+Forward = Callable[[Mapping[str, Any]], TargetStates]  # of a batch of the collator
+
+
+@dataclass
+class CacheArguments:
+    """Which states are kept, and how."""
+
+    output_dir: str = field(metadata={"help": "Directory of the cache; a run that was killed goes on in it."})
+    aux_layer_ids: list[int] | None = field(
+        default=None,
+        metadata={"help": "Target states that heads will fuse, as `hidden_states` indices; default 2, L//2, L-3."},
+    )
+    storage: Literal["bfloat16", "float8"] = field(
+        default="bfloat16",
+        metadata={
+            "help": "`bfloat16`: every bit of the states of a bfloat16 target, in two thirds of their size. `float8`: "
+            "in about a third, each number rounded to four bits or to a twentieth of its row's mean size."
+        },
+    )
+    batch_size: int = field(
+        default=1,
+        metadata={
+            "help": "Rows that the target runs at once. Training with the same rows per device, one by default, meets "
+            "the very bits that it would have computed."
+        },
+    )
+    shard_mib: int = field(
+        default=1024, metadata={"help": "Largest file, in MiB of uncoded states; a killed run repeats what it began."}
+    )
+    verify: bool = field(
+        default=False,
+        metadata={"help": "Only read the cache in `output_dir` and compare all of it with its checksums."},
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "shard_mib"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: pass at least 1.")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the cache, on every rank a part of it, or go on with one that was begun; or verify it."""
+    target_args, data_args, args = parse((OptionalTargetArguments, DataArguments, CacheArguments), argv)
+    if args.verify:
+        return verify(args.output_dir)
+    ranks = PartialState()
+    with usage_errors():
+        target_args.require()
+        tokenizer = target_args.load_tokenizer()
+        with ranks.main_process_first():
+            data = prepare_datasets(data_args, tokenizer)
+        model: Any = target_args.load()
+        model.to(ranks.device)
+        depth = model.config.get_text_config(decoder=True).num_hidden_layers
+        target = FrozenTarget(model, resolve_aux_layer_ids(args.aux_layer_ids, depth))
+        rows = {"train": data.train} | ({} if data.evaluation is None else {"evaluation": data.evaluation})
+        manifest, states = manifest_of(target_args, data_args, args, data, target, tokenizer, rows)
+        writer = CacheWriter(Path(args.output_dir), manifest)
+        if ranks.is_main_process:
+            writer.begin(rows, lambda directory: save_target(target, tokenizer, directory))
+        ranks.wait_for_everyone()
+        missing = writer.missing()
+        forward = _forward_of(target, ranks.device)
+        if missing:
+            _check_space(writer, rows, states, forward)
+    _write(writer, rows, missing[ranks.process_index :: ranks.num_processes], forward, args.batch_size)
+    ranks.wait_for_everyone()
+    if ranks.is_main_process:
+        size = writer.finish()
+        print(f"{size / GIB:.4g} GiB written. Train with `draftsmith train --hidden_states {args.output_dir}`.")
+
+
+def verify(directory: str) -> None:
+    """Exit with status 1 if a file is damaged, naming each."""
+    with usage_errors():
+        cache = HiddenStateCache(directory)
+    checked = tqdm(cache.damaged_files(), total=len(cache.manifest.files), desc="Verifying", unit="file")
+    if damaged := [name for name, is_damaged in checked if is_damaged]:
+        listing = "\n".join(f"  {name}" for name in damaged)
+        sys.exit(
+            f"error: {directory}: the content of {len(damaged)} files is not what was written:\n{listing}\n"
+            "Delete them and run `draftsmith cache` as it was run before: it writes what is missing."
+        )
+    print(f"{directory}: all {len(cache.manifest.files)} files are as they were written.")
+
+
+def _forward_of(target: FrozenTarget, device: torch.device) -> Forward:
+    def forward(batch: Mapping[str, Any]) -> TargetStates:
+        return target(**{name: batch[name].to(device) for name in ("input_ids", "position_ids", "document_ids")})
+
+    return forward
+
+
+def _rows_with_states(rows: Any, numbers: Sequence[int], forward: Forward) -> list[tuple]:
+    """Row number, auxiliary states and the teacher's, of some rows run together; only what training will read."""
+    batch_rows = [rows[number] for number in numbers]
+    states = forward(DraftCollator(ttt_steps=1)(batch_rows))
+    results = []
+    for place, (number, row) in enumerate(zip(numbers, batch_rows, strict=True)):
+        needed = NeededRows.of(row)
+        aux = states.aux_hidden_states[place][needed.context.to(states.aux_hidden_states.device)]
+        teacher = states.last_hidden_state[place][needed.teacher.to(states.last_hidden_state.device)]
+        results.append((number, aux.bfloat16().cpu(), teacher.bfloat16().cpu()))
+    return results
+
+
+def _check_space(
+    writer: CacheWriter, rows: Mapping[str, Any], states: Mapping[str, list[int]], forward: Forward
+) -> None:
+    """Predict the size of what is missing from a few rows, and refuse to begin what the disk cannot take."""
+    predicted = 0.0
+    for name, dataset in rows.items():
+        numbers = sorted({int(number) for number in np.linspace(0, len(dataset) - 1, SAMPLED_ROWS)})
+        sampled = [writer.encoded(*row) for number in numbers for row in _rows_with_states(dataset, [number], forward)]
+        size = sum(map(stored_size, sampled)) / max(1, sum(states[name][number] for number in numbers))
+        left = [number for part, shard in writer.missing() if part == name for number in writer.numbers(part, shard)]
+        predicted += size * sum(states[name][number] for number in left)
+    free = shutil.disk_usage(writer.directory).free
+    print(f"Predicted: {predicted / GIB:.4g} GiB more in {writer.directory}, where {free / GIB:.4g} GiB are free.")
+    if predicted > free:
+        raise UsageError(
+            f"`output_dir`: the states need {predicted / GIB:.4g} GiB, but {free / GIB:.4g} GiB are free in "
+            f"{writer.directory}: make room, take fewer rows, or a smaller `storage`."
+        )
+
+
+def _write(
+    writer: CacheWriter, rows: Mapping[str, Any], shards: list[tuple[str, int]], forward: Forward, batch_size: int
+) -> None:
+    """States are coded by threads while the target runs on; one shard is in memory at a time."""
+    total = sum(len(writer.numbers(*shard)) for shard in shards)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, tqdm(total=total, desc="Caching", unit="row") as bar:
+        for name, shard in shards:
+            coded, numbers = [], writer.numbers(name, shard)
+            for start in range(0, len(numbers), batch_size):
+                for row in _rows_with_states(rows[name], numbers[start : start + batch_size], forward):
+                    coded.append(pool.submit(writer.encoded, *row))
+                    bar.update()
+            with usage_errors():
+                writer.write(name, shard, [arrays.result() for arrays in coded])

@@ -1,0 +1,313 @@
+"""`draftsmith cache` and training from it: as beside the target, resumable, and refused where it is of others."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from draftsmith.cached_target import CachedTarget
+from draftsmith.commands import cache, train
+from draftsmith.commands.parsing import UsageError
+from draftsmith.data.hidden_states import HiddenStateCache
+from tests.data.common import CHATML, build_tokenizer, chat
+from tests.trainer.common import logged
+
+
+PACKED = ["--packing", "true", "--row_length", "128"]
+RUN = [
+    *("--ttt_steps", "3", "--max_steps", "6", "--learning_rate", "1e-2", "--report_to", "none", "--use_cpu", "true"),
+    *("--disable_tqdm", "true", "--logging_steps", "1", "--save_strategy", "no", "--per_device_train_batch_size", "1"),
+]
+
+
+@pytest.fixture(scope="module")
+def bf16_target(target_dir, tmp_path_factory):
+    """The target in bfloat16, in which nothing is lost on the way to the disk."""
+    directory = tmp_path_factory.mktemp("bf16") / "target"
+    model = LlamaForCausalLM.from_pretrained(target_dir)
+    model.bfloat16().save_pretrained(directory)
+    build_tokenizer(CHATML).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("data")
+    rows = [{"messages": chat(f"What is {n}?", f"It is {n} and then {n * n}, what else?")} for n in range(24)]
+    (directory / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--dataset", str(directory / "chats.jsonl"), "--cache_dir", str(directory / "cache")]
+    return [*flags, "--max_length", "64", "--eval_fraction", "0.2"]
+
+
+@pytest.fixture(scope="module")
+def states(bf16_target, data, tmp_path_factory):
+    """Caches of the same data, by name; never changed by a test."""
+    directory = tmp_path_factory.mktemp("states")
+    for name, flags in (("packed", PACKED), ("plain", []), ("float8", [*PACKED, "--storage", "float8"])):
+        cache.main(["--target", str(bf16_target), *data, *flags, "--output_dir", str(directory / name)])
+    return directory
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def assert_same_training(ours, truth, directory):
+    for name in ("loss", "grad_norm", "acceptance_length", "eval_loss", "eval_acceptance_length"):
+        assert logged(ours, name) == logged(truth, name)
+    assert len(logged(ours, "loss")) == 6
+    loaded = {name: weights(directory / name) for name in ("cached", "online")}
+    assert loaded["cached"].keys() == loaded["online"].keys()
+    assert all(torch.equal(value, loaded["online"][name]) for name, value in loaded["cached"].items())
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("packed", ["--draft_vocab_size", "100", "--dataloader_num_workers", "2"]),
+        ("packed", ["--gradient_accumulation_steps", "2", "--loss_normalization", "sequence"]),
+        ("plain", ["--bf16", "true", "--norm_output", "true", "--per_device_eval_batch_size", "1"]),
+    ],
+)
+def test_training_from_a_cache_is_training_beside_the_target_bit_by_bit(
+    name, flags, tmp_path, states, bf16_target, data
+):
+    flags = [*RUN, *flags, "--per_device_eval_batch_size", "1"]
+    packing = PACKED if name == "packed" else []
+    online = train.main(
+        ["--target", str(bf16_target), *data, *packing, *flags, "--output_dir", str(tmp_path / "online")]
+    )
+    # without a target
+    cached = train.main(["--hidden_states", str(states / name), *flags, "--output_dir", str(tmp_path / "cached")])
+    assert_same_training(cached, online, tmp_path)
+    assert isinstance(cached.target, CachedTarget)
+    records = [json.loads((tmp_path / run / "run.json").read_text()) for run in ("cached", "online")]
+    assert records[0]["recipe"].pop("hidden_states") == "bfloat16"
+    for key in ("target", "target_precision", "datasets", "coverage", "recipe"):
+        assert records[0].get(key) == records[1].get(key)
+    head = Eagle3DraftModel.from_pretrained(tmp_path / "cached", target=LlamaForCausalLM.from_pretrained(bf16_target))
+    assert head.fc.weight.dtype == torch.bfloat16 or head.dtype == torch.bfloat16
+
+
+def test_batches_of_two_differ_by_rounding_of_the_target_alone(tmp_path, states, bf16_target, data):
+    """Padding changes the shapes of the target's products, and so perhaps their bits."""
+    flags = [*RUN, "--per_device_train_batch_size", "2", "--per_device_eval_batch_size", "2"]
+    online = train.main(["--target", str(bf16_target), *data, *flags, "--output_dir", str(tmp_path / "online")])
+    cached = train.main(["--hidden_states", str(states / "plain"), *flags, "--output_dir", str(tmp_path / "cached")])
+    assert logged(cached, "loss") == pytest.approx(logged(online, "loss"), rel=0.02)
+    assert logged(cached, "num_tokens") == logged(online, "num_tokens")
+
+
+def test_float8_trains_nearly_the_same(tmp_path, states):
+    runs = [
+        train.main(["--hidden_states", str(states / name), *RUN, "--output_dir", str(tmp_path / name)])
+        for name in ("packed", "float8")
+    ]
+    assert logged(runs[1], "loss") == pytest.approx(logged(runs[0], "loss"), rel=0.05)
+    assert logged(runs[1], "loss") != logged(runs[0], "loss")
+    sizes = [sum(path.stat().st_size for path in (states / name).glob("train-*")) for name in ("packed", "float8")]
+    assert sizes[1] < 0.7 * sizes[0]
+
+
+def test_an_interrupted_run_resumes_from_the_cache(tmp_path, states):
+    flags = ["--hidden_states", str(states / "packed"), *RUN, "--save_strategy", "steps", "--save_steps", "3"]
+    train.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    shutil.copytree(tmp_path / "whole" / "checkpoint-3", tmp_path / "part" / "checkpoint-3")
+    train.main([*flags, "--output_dir", str(tmp_path / "part"), "--resume_from_checkpoint", "auto"])
+    truth = weights(tmp_path / "whole")
+    assert all(torch.equal(value, truth[name]) for name, value in weights(tmp_path / "part").items())
+
+
+def test_what_needs_layers_takes_them_from_the_target(tmp_path, states, bf16_target, data):
+    flags = [*RUN, "--init_from_layer", "-1", "--per_device_eval_batch_size", "1"]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"messages": chat("What is 3?")}) + "\n")
+    decode = ["--eval_prompts", str(prompts), "--eval_max_new_tokens", "8"]
+    cached = ["--hidden_states", str(states / "packed"), *flags]
+    with pytest.raises(UsageError, match="`eval_prompts`, `init_from_layer`: the target's layers.*name `target`"):
+        train.main([*cached, *decode, "--output_dir", str(tmp_path / "x")])
+    target = ["--target", str(bf16_target)]
+    online = train.main([*target, *data, *PACKED, *flags, "--output_dir", str(tmp_path / "online")])
+    ours = train.main([*target, *cached, "--output_dir", str(tmp_path / "cached")])
+    assert_same_training(ours, online, tmp_path)
+    assert isinstance(ours.target, CachedTarget)  # the layers were needed for the start alone
+    decoded = train.main([*target, *cached, *decode, "--output_dir", str(tmp_path / "decoded")])
+    assert logged(decoded, "eval_decoded_acceptance_length")[0] >= 1
+    assert logged(decoded, "loss") == logged(online, "loss")
+
+
+def test_warm_start_from_a_cache(tmp_path, states):
+    flags = ["--hidden_states", str(states / "packed"), *RUN]
+    train.main([*flags, "--draft_vocab_size", "100", "--output_dir", str(tmp_path / "first")])
+    train.main([*flags, "--draft", str(tmp_path / "first"), "--output_dir", str(tmp_path / "second")])
+    assert torch.equal(weights(tmp_path / "first")["d2t"], weights(tmp_path / "second")["d2t"])
+    config = json.loads((tmp_path / "first" / "config.json").read_text())
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, 4, 5], "eagle_config": {}}
+    (tmp_path / "first" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"`draft` fuses the states of layers \[1, 4, 5\].*\[2, 4, 5\]"):
+        train.main([*flags, "--draft", str(tmp_path / "first"), "--output_dir", str(tmp_path / "third")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--dataset", "x.jsonl"], "leave out `dataset`"),
+        (["--aux_layer_ids", "1", "4", "5"], r"`aux_layer_ids` is \[1, 4, 5\], the cache's are \[2, 4, 5\]"),
+        (["--max_length", "32"], "`max_length` is 32, the cache's 64"),
+        (["--chat_template", "{{ messages }}"], "`chat_template` is '{{ messages }}', the cache's None"),
+        (["--chat_template_kwargs", '{"enable_thinking": false}'], "`chat_template_kwargs`"),
+        (["--target_dtype", "float32"], "`target_dtype` needs `target`"),
+        (["--keep_target_states", "true"], "`keep_target_states` is of no use"),
+        (["--compile_target", "true"], "`compile_target` is of no use"),
+    ],
+)
+def test_other_arguments_than_the_caches_are_refused(flags, message, tmp_path, states):
+    with pytest.raises(UsageError, match=message):
+        train.main(["--hidden_states", str(states / "packed"), *RUN, *flags, "--output_dir", str(tmp_path)])
+
+
+def test_another_target_or_tokenizer_is_refused(tmp_path, states, bf16_target):
+    same, other = tmp_path / "same", tmp_path / "target"
+    shutil.copytree(bf16_target, same)
+    flags = ["--hidden_states", str(states / "packed"), *RUN, "--output_dir", str(tmp_path / "head")]
+    train.main([*flags, "--target", str(same)])  # the same weights, wherever they lie
+    model = LlamaForCausalLM.from_pretrained(bf16_target)
+    model.model.layers[3].mlp.up_proj.weight.data += 0.1
+    model.save_pretrained(other)
+    build_tokenizer(CHATML).save_pretrained(other)
+    with pytest.raises(UsageError, match="`target` target has other weights"):
+        train.main([*flags, "--target", str(other)])
+    with pytest.raises(UsageError, match="`target_dtype` is float32, the cache's bfloat16"):
+        train.main([*flags, "--target", str(same), "--target_dtype", "float32"])
+    build_tokenizer(CHATML + " ").save_pretrained(same)
+    with pytest.raises(UsageError, match="tokenizer or chat template of `target` same"):
+        train.main([*flags, "--target", str(same)])
+
+
+@pytest.fixture
+def copied(tmp_path, states):
+    shutil.copytree(states / "packed", tmp_path / "packed")
+    return tmp_path / "packed"
+
+
+def refused(directory, message):
+    with pytest.raises(UsageError, match=message):
+        train.main(["--hidden_states", str(directory), *RUN, "--output_dir", str(directory.parent / "head")])
+
+
+def shard_of(directory) -> Path:
+    return next(directory.glob("train-*.safetensors"))
+
+
+def test_damaged_and_unfinished_caches_are_refused_and_mended(copied, tmp_path, bf16_target, data, capsys):
+    shard, content = shard_of(copied), shard_of(copied).read_bytes()
+    again = ["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)]
+    shard.write_bytes(content[:-8])
+    refused(copied, f"{shard.name} has {len(content) - 8:,} bytes instead of {len(content):,}")
+    shard.unlink()
+    refused(copied, f"{shard.name} is missing.*run `draftsmith cache` as it was run before")
+    cache.main(again)
+    assert shard.read_bytes() == content
+    cache.main(["--verify", "true", "--output_dir", str(copied)])
+    assert "files are as they were written" in capsys.readouterr().out
+    shard.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
+    with pytest.raises(SystemExit, match=shard.name):
+        cache.main(["--verify", "true", "--output_dir", str(copied)])
+    shard.write_bytes(content[:50] + bytes(1000) + content[1050:])
+    refused_at_use = HiddenStateCache(copied).rows("train")
+    with pytest.raises(ValueError, match=f"{shard.name}: row 2 cannot be read.*--verify"):
+        refused_at_use[2]
+    index = json.loads((copied / "index.json").read_text())
+    (copied / "index.json").write_text(json.dumps({**index, "format": 2}))
+    refused(copied, "is of format 2, but this version of draftsmith reads format 1")
+    (copied / "index.json").write_text("{")
+    refused(copied, "index.json is damaged")
+    (copied / "index.json").rename(copied / "unfinished.json")
+    refused(copied, "is unfinished: run `draftsmith cache` again")
+    refused(tmp_path / "nowhere", "holds no cache")
+
+
+def test_a_cache_goes_on_only_as_it_was_begun(copied, bf16_target, data, tmp_path):
+    flags = ["--target", str(bf16_target), *data, *PACKED]
+    with pytest.raises(UsageError, match="begun otherwise: storage: 'bfloat16', not 'float8'"):
+        cache.main([*flags, "--storage", "float8", "--output_dir", str(copied)])
+    with pytest.raises(UsageError, match="data.arguments.max_length: 64, not 32"):
+        cache.main([*flags, "--max_length", "32", "--output_dir", str(copied)])
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty and holds no cache"):
+        cache.main([*flags, "--output_dir", str(tmp_path / "full")])
+    with pytest.raises(UsageError, match="`target` is required"):
+        cache.main(["--output_dir", str(tmp_path / "new")])
+    with pytest.raises(UsageError, match="`aux_layer_ids`|aux"):
+        cache.main([*flags, "--aux_layer_ids", "2", "9", "--output_dir", str(tmp_path / "new")])
+
+
+def test_size_is_predicted_and_refused_where_it_does_not_fit(tmp_path, bf16_target, data, monkeypatch, capsys):
+    flags = ["--target", str(bf16_target), *data, "--output_dir", str(tmp_path / "states")]
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
+    with pytest.raises(UsageError, match="the states need .* GiB, but 9.313e-06 GiB are free"):
+        cache.main(flags)
+    assert not list((tmp_path / "states").glob("*.safetensors"))
+    monkeypatch.undo()
+    cache.main(flags)
+    predicted = float(capsys.readouterr().out.split("Predicted: ")[-1].split(" GiB")[0]) * 2**30
+    written = sum(path.stat().st_size for path in (tmp_path / "states").glob("*.safetensors"))
+    assert predicted == pytest.approx(written, rel=0.03)
+
+
+def test_a_killed_run_goes_on_where_it_was(tmp_path, bf16_target):
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {"input_ids": torch.randint(3, 90, (100,), generator=generator).tolist(), "loss_mask": [0] * 40 + [1] * 60}
+        for _ in range(200)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--target", str(bf16_target), "--dataset", str(tmp_path / "rows.jsonl"), "--shard_mib", "1"]
+    flags += ["--cache_dir", str(tmp_path / "cache"), "--batch_size", "4"]
+    cache.main([*flags, "--output_dir", str(tmp_path / "whole")])
+    part = tmp_path / "part"
+    code = f"from draftsmith.commands import main; main({['cache', *flags, '--output_dir', str(part)]})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        deadline = time.monotonic() + 120
+        while len(shards := list(part.glob("*.safetensors"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        os.kill(run.pid, signal.SIGKILL)
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert 2 <= len(shards) < len(list((tmp_path / "whole").glob("*.safetensors")))
+    assert not (part / "index.json").exists()
+    kept = {path.name: path.stat().st_mtime_ns for path in part.glob("*.safetensors")}
+    (part / ".part-train-00004-of-00005").write_bytes(b"half a shard")
+    cache.main([*flags, "--output_dir", str(part)])
+    assert {path.name for path in part.iterdir()} == names
+    assert all((part / name).stat().st_mtime_ns == written for name, written in kept.items())
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert (part / path.relative_to(tmp_path / "whole")).read_bytes() == path.read_bytes(), path
+
+
+def test_the_trainer_alone_takes_a_cache(tmp_path, states):
+    opened = HiddenStateCache(states / "packed")
+    target = CachedTarget(opened.target_dir, precision="bfloat16")
+    draft = Eagle3DraftModel.from_target(target.model, aux_layer_ids=opened.manifest.aux_layer_ids)
+    options = {"report_to": "none", "use_cpu": True, "max_steps": 1, "disable_tqdm": True, "save_strategy": "no"}
+    args = Eagle3TrainingArguments(str(tmp_path), ttt_steps=2, **options)
+    trainer = Eagle3Trainer(draft, target, args, train_dataset=opened.rows("train"))
+    assert trainer.train().training_loss > 0
+    without_states = Eagle3Trainer(draft, target, args, train_dataset=opened.prepared_data().train)
+    with pytest.raises(ValueError, match="these rows bring no states"):
+        without_states.train()
+    keeping = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=1, keep_target_states=True, **options)
+    with pytest.raises(ValueError, match="`keep_target_states`: the target of a cache has no layers"):
+        Eagle3Trainer(draft, target, keeping, train_dataset=opened.rows("train"))
