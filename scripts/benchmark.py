@@ -12,6 +12,7 @@ python scripts/benchmark.py train              draft steps and whole training st
 python scripts/benchmark.py train-figures      figure and Markdown tables from its results
 python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
 python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
+python scripts/benchmark.py cache              size of cached hidden states, and how fast they are coded
 """
 
 import argparse
@@ -32,6 +33,7 @@ BENCHMARKS = {
     "train-figures": "train_figures",
     "scaling": "scaling",
     "adaptation": "adaptation",
+    "cache": "cache",
 }
 
 

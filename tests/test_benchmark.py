@@ -149,3 +149,14 @@ def test_every_benchmark_explains_itself(name, capsys):
 def test_a_dry_run_leaves_the_kept_results_alone():
     path = common.OUTPUT / "attention.json"
     assert common.Results(path, torch.device("cpu")).path != path
+
+
+def test_cached_states_of_an_8b_shaped_sample_run_dry(tmp_path):
+    benchmark.main(["cache", "--dry-run", "--output", str(tmp_path / "cache.json")])
+    result = json.loads((tmp_path / "cache.json").read_text())
+    assert {row["storage"] for row in result["sizes"]} == {"bfloat16", "float8"}
+    states = 8190 * 3 + 2457  # rows of three layers up to the last pair's, and its teachers
+    bits = {(row["states"], row["storage"]): row["bits"] for row in result["states"]}
+    for size in result["sizes"]:
+        assert size["bytes"] == pytest.approx(states * 4096 * bits[size["like"], size["storage"]] / 8)
+    assert "| random, normal | float8 |" in (tmp_path / "cache.md").read_text()

@@ -68,7 +68,9 @@ class CachedTarget:
     ):
         config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
         config.name_or_path, config._commit_hash = name, revision
-        weights: dict[str, Any] = load_file(Path(directory) / WEIGHTS, device=str(device))
+        weights: dict[str, Any] = {
+            name: weight.to(device) for name, weight in load_file(Path(directory) / WEIGHTS).items()
+        }
         embedding = weights["embed_tokens.weight"]
         self.head_weight = weights.get("lm_head.weight", embedding)
         self.head_bias = weights.get("lm_head.bias")

@@ -21,6 +21,7 @@ from draftsmith.commands.parsing import UsageError
 from draftsmith.data.hidden_states import HiddenStateCache
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
+from tests.trainer.ranks import TORCHRUN, launch
 
 
 PACKED = ["--packing", "true", "--row_length", "128"]
@@ -311,3 +312,22 @@ def test_the_trainer_alone_takes_a_cache(tmp_path, states):
     keeping = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=1, keep_target_states=True, **options)
     with pytest.raises(ValueError, match="`keep_target_states`: the target of a cache has no layers"):
         Eagle3Trainer(draft, target, keeping, train_dataset=opened.rows("train"))
+
+
+def test_two_ranks_write_the_same_cache_and_train_on_it(tmp_path, states, bf16_target, data):
+    """Each rank writes some of the shards; two ranks train as one with twice the accumulation does."""
+    directory = tmp_path / "packed"
+    launch(
+        [*TORCHRUN, "scripts/cache.py", "--target", str(bf16_target), *data, *PACKED, "--output_dir", str(directory)]
+    )
+    for path in (states / "packed").rglob("*"):
+        if path.is_file():
+            assert (directory / path.relative_to(states / "packed")).read_bytes() == path.read_bytes()
+    run = ["--hidden_states", str(directory), *RUN, "--optim", "sgd", "--max_steps", "3"]
+    launch([*TORCHRUN, "scripts/train.py", *run, "--output_dir", str(tmp_path / "two")])
+    train.main([*run, "--gradient_accumulation_steps", "2", "--output_dir", str(tmp_path / "one")])
+    metrics = [json.loads((tmp_path / name / "eval_results.json").read_text()) for name in ("two", "one")]
+    assert metrics[0]["eval_loss"] == pytest.approx(metrics[1]["eval_loss"], rel=1e-4)
+    truth = weights(tmp_path / "one")
+    for name, value in weights(tmp_path / "two").items():
+        torch.testing.assert_close(value, truth[name], rtol=1e-2, atol=1e-4, msg=name)  # saved in bfloat16

@@ -73,14 +73,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     target_args, data_args, args = parse((OptionalTargetArguments, DataArguments, CacheArguments), argv)
     if args.verify:
         return verify(args.output_dir)
-    ranks = PartialState()
+    ranks = PartialState(cpu=not torch.accelerator.is_available())
     with usage_errors():
         target_args.require()
         tokenizer = target_args.load_tokenizer()
         with ranks.main_process_first():
             data = prepare_datasets(data_args, tokenizer)
         model: Any = target_args.load()
-        model.to(ranks.device)
+        if model.device.type == "cpu":  # one that was quantised onto devices stays where it is
+            model.to(ranks.device)
         depth = model.config.get_text_config(decoder=True).num_hidden_layers
         target = FrozenTarget(model, resolve_aux_layer_ids(args.aux_layer_ids, depth))
         rows = {"train": data.train} | ({} if data.evaluation is None else {"evaluation": data.evaluation})

@@ -102,7 +102,7 @@ def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict
                 )
     aux = given["aux_hidden_states"]
     placed = aux.new_zeros(documents.numel(), aux.shape[1])
-    placed[context] = aux
+    placed.index_copy_(0, context, aux)
     return {
         "aux_hidden_states": placed.view(*batch["input_ids"].shape, -1),
         "teacher_hidden_states": given["teacher_hidden_states"],
