@@ -7,17 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from draftsmith.cached_target import CachedTarget
 from draftsmith.commands import cache, train
+from draftsmith.commands.arguments import DraftArguments, TargetArguments
+from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
+from draftsmith.data import DataArguments
 from draftsmith.data.hidden_states import HiddenStateCache
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
@@ -195,6 +199,26 @@ def test_another_target_or_tokenizer_is_refused(tmp_path, states, bf16_target):
         train.main([*flags, "--target", str(same)])
 
 
+def test_a_target_of_the_hub_is_known_by_its_name_and_commit(states, monkeypatch):
+    cached = HiddenStateCache(states / "packed").manifest
+    of_hub = {"name": "user/target", "kind": "hub", "revision": "a" * 40, "fingerprint": None}
+    cached = replace(cached, target={**cached.target, **of_hub})
+    monkeypatch.setattr(TargetArguments, "load_tokenizer", lambda self: build_tokenizer(CHATML))
+
+    def check(name, commit):
+        config = LlamaConfig()
+        config._commit_hash = commit
+        monkeypatch.setattr(TargetArguments, "config", lambda self: config)
+        refuse_other_sources(cached, TargetArguments(name), DraftArguments(), DataArguments())
+
+    check("user/target", "a" * 40)
+    check("user/target", None)  # not known
+    with pytest.raises(ValueError, match="`target` user/target is at revision b+, the cache's at a+"):
+        check("user/target", "b" * 40)
+    with pytest.raises(ValueError, match="`target` is user/tuned, the cache's user/target"):
+        check("user/tuned", "a" * 40)
+
+
 @pytest.fixture
 def copied(tmp_path, states):
     shutil.copytree(states / "packed", tmp_path / "packed")
@@ -272,7 +296,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, bf16_target):
     generator = torch.Generator().manual_seed(0)
     rows = [
         {"input_ids": torch.randint(3, 90, (100,), generator=generator).tolist(), "loss_mask": [0] * 40 + [1] * 60}
-        for _ in range(200)
+        for _ in range(140)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--target", str(bf16_target), "--dataset", str(tmp_path / "rows.jsonl"), "--shard_mib", "1"]
@@ -289,7 +313,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path, bf16_target):
     assert 2 <= len(shards) < len(list((tmp_path / "whole").glob("*.safetensors")))
     assert not (part / "index.json").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in part.glob("*.safetensors")}
-    (part / ".part-train-00004-of-00005").write_bytes(b"half a shard")
+    (part / ".part-train-00003-of-00004").write_bytes(b"half a shard")
     cache.main([*flags, "--output_dir", str(part)])
     assert {path.name for path in part.iterdir()} == names
     assert all((part / name).stat().st_mtime_ns == written for name, written in kept.items())

@@ -92,9 +92,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         ranks.wait_for_everyone()
         missing = writer.missing()
         forward = _forward_of(target, ranks.device)
-        if missing:
-            _check_space(writer, rows, states, forward)
-    _write(writer, rows, missing[ranks.process_index :: ranks.num_processes], forward, args.batch_size)
+        if missing and ranks.is_main_process:
+            _check_space(writer, rows, states, missing, forward)
+    ranks.wait_for_everyone()
+    own = missing[ranks.process_index :: ranks.num_processes]
+    _write(writer, rows, own, forward, args.batch_size, is_shown=ranks.is_main_process)
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         size = writer.finish()
@@ -136,7 +138,11 @@ def _rows_with_states(rows: Any, numbers: Sequence[int], forward: Forward) -> li
 
 
 def _check_space(
-    writer: CacheWriter, rows: Mapping[str, Any], states: Mapping[str, list[int]], forward: Forward
+    writer: CacheWriter,
+    rows: Mapping[str, Any],
+    states: Mapping[str, list[int]],
+    missing: Sequence[tuple[str, int]],
+    forward: Forward,
 ) -> None:
     """Predict the size of what is missing from a few rows, and refuse to begin what the disk cannot take."""
     predicted = 0.0
@@ -144,7 +150,7 @@ def _check_space(
         numbers = sorted({int(number) for number in np.linspace(0, len(dataset) - 1, SAMPLED_ROWS)})
         sampled = [writer.encoded(*row) for number in numbers for row in _rows_with_states(dataset, [number], forward)]
         size = sum(map(stored_size, sampled)) / max(1, sum(states[name][number] for number in numbers))
-        left = [number for part, shard in writer.missing() if part == name for number in writer.numbers(part, shard)]
+        left = [number for part, shard in missing if part == name for number in writer.numbers(part, shard)]
         predicted += size * sum(states[name][number] for number in left)
     free = shutil.disk_usage(writer.directory).free
     print(f"Predicted: {predicted / GIB:.4g} GiB more in {writer.directory}, where {free / GIB:.4g} GiB are free.")
@@ -156,11 +162,18 @@ def _check_space(
 
 
 def _write(
-    writer: CacheWriter, rows: Mapping[str, Any], shards: list[tuple[str, int]], forward: Forward, batch_size: int
+    writer: CacheWriter,
+    rows: Mapping[str, Any],
+    shards: Sequence[tuple[str, int]],
+    forward: Forward,
+    batch_size: int,
+    *,
+    is_shown: bool,
 ) -> None:
     """States are coded by threads while the target runs on; one shard is in memory at a time."""
     total = sum(len(writer.numbers(*shard)) for shard in shards)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, tqdm(total=total, desc="Caching", unit="row") as bar:
+    bar = tqdm(total=total, desc="Caching", unit="row", disable=not is_shown)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool, bar:
         for name, shard in shards:
             coded, numbers = [], writer.numbers(name, shard)
             for start in range(0, len(numbers), batch_size):

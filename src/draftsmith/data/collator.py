@@ -87,26 +87,23 @@ class DraftCollator:
 def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Each state at its place: rows bring those that are needed, in order."""
     documents = unique_document_ids(batch["document_ids"], batch["input_ids"]).flatten()
-    supervised = batch["row_sets"][0]
+    supervised, length = batch["row_sets"][0], batch["input_ids"].shape[1]
     context = context_rows(supervised, documents)
-    needed = {"aux_hidden_states": context, "teacher_hidden_states": supervised}
-    given = {name: torch.cat([row[name] for row in rows]) for name in needed}
-    length = batch["input_ids"].shape[1]
-    for name, places in needed.items():
-        counts = torch.bincount(places // length, minlength=len(rows)).tolist()
-        for number, (row, count) in enumerate(zip(rows, counts, strict=True)):
+    counts = {}
+    for name, places in (("aux_hidden_states", context), ("teacher_hidden_states", supervised)):
+        counts[name] = torch.bincount(places // length, minlength=len(rows)).tolist()
+        for number, (row, count) in enumerate(zip(rows, counts[name], strict=True)):
             if len(row[name]) != count:
                 raise ValueError(
                     f"row {number} of the batch: `{name}` has the states of {len(row[name])} rows, but {count} are "
                     "needed: they were made for other data."
                 )
-    aux = given["aux_hidden_states"]
-    placed = aux.new_zeros(documents.numel(), aux.shape[1])
-    placed.index_copy_(0, context, aux)
-    return {
-        "aux_hidden_states": placed.view(*batch["input_ids"].shape, -1),
-        "teacher_hidden_states": given["teacher_hidden_states"],
-    }
+    first = rows[0]["aux_hidden_states"]
+    aux = first.new_zeros(len(rows), length, first.shape[1])
+    for number, places in enumerate(context.split(counts["aux_hidden_states"])):
+        aux[number].index_copy_(0, places - number * length, rows[number]["aux_hidden_states"])
+    teacher = torch.cat([row["teacher_hidden_states"] for row in rows])
+    return {"aux_hidden_states": aux, "teacher_hidden_states": teacher}
 
 
 def _columns(row: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:

@@ -60,8 +60,8 @@ class Eagle3TrainingArguments(TrainingArguments):
         default=False,
         metadata={
             "help": "Keep the target's states of every training row in host memory, so that later epochs skip its "
-            "forward. For small data: a token takes (aux layers + 1) * width values. Needs a batch size of 1 "
-            "per device."
+            "forward. For small data: a token takes (aux layers) * width values, a supervised one width more. Needs "
+            "a batch size of 1 per device; `draftsmith cache` keeps them on disk, for data of any size."
         },
     )
 

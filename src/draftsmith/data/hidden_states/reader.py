@@ -21,6 +21,10 @@ class HiddenStateRows(torch.utils.data.Dataset):
     Each row has, beside its columns, `aux_hidden_states` `[|context|, layers * Ht]` and `teacher_hidden_states`
     `[|R_0|, Ht]`, both bfloat16. Shards are mapped into memory when a process first reads of them, so every worker of
     a data loader has its own.
+
+    With `storage` bfloat16 they are, bit by bit, what the forward gave that they were taken from, if that was in
+    bfloat16, and rounded to it otherwise. A forward over other rows beside, or over another length, may round
+    otherwise: training computes the same states beside the target where it gives it the same rows at once.
     """
 
     def __init__(self, directory: Path, name: str, manifest: Manifest):
