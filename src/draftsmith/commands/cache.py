@@ -50,8 +50,8 @@ class CacheArguments:
     batch_size: int = field(
         default=1,
         metadata={
-            "help": "Rows that the target runs at once. Training with the same rows per device, one by default, meets "
-            "the very bits that it would have computed."
+            "help": "Rows that the target runs at once. With 1, training at `per_device_train_batch_size` 1 meets the "
+            "very bits that it would have computed; padding beside longer rows may round otherwise."
         },
     )
     shard_mib: int = field(
