@@ -1,6 +1,6 @@
 """Tiny tokenizers, chat templates written down as data, and what tests say about rows."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 
@@ -72,17 +72,25 @@ QWEN3 = (
 )
 
 
-def build_tokenizer(chat_template=None, eos_token="<|im_end|>", vocab_size=300):
+def build_tokenizer(
+    chat_template=None, eos_token="<|im_end|>", vocab_size=300, *, controls=CONTROL_TOKENS, bos_token=None, words=None
+):
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if words:
+        split = pre_tokenizers.Split(Regex(words), behavior="isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     backend.train_from_iterator(CORPUS, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=eos_token, pad_token="<pad>", extra_special_tokens=CONTROL_TOKENS
-    )
+        tokenizer_object=backend, bos_token=bos_token, eos_token=eos_token, pad_token="<pad>",
+        extra_special_tokens=controls,
+    )  # fmt: skip
     tokenizer.chat_template = chat_template
     return tokenizer
 

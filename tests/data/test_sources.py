@@ -161,7 +161,7 @@ def test_missing_files(name, prepare, tokenizer):
 def test_unreadable_files(prepare, tokenizer, tmp_path):
     for name, content, reason in (
         ("rows.csv", "a,b", "is not one of"),
-        ("rows.parquet", "no", "can't be read as Parquet"),
+        ("rows.parquet", "no", "can't be read: Parquet"),
         ("rows.json", '[{"messages": [}]', "rows.json is not a JSON array.*line 1"),
     ):
         (tmp_path / name).write_text(content)

@@ -1,15 +1,30 @@
 """`draftsmith prepare`: chat data to token ids and supervision masks, as Parquet that `train` reads."""
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
-from ..data import DataArguments, prepare_datasets
+from ..data import (
+    DataArguments,
+    DatasetStatistics,
+    Distribution,
+    PreparedDocuments,
+    Report,
+    dataset_statistics,
+    prepare_documents,
+)
 from ..data.files import write_json, written_whole
 from .arguments import TargetArguments
+from .inspection import read_tokens, sample, to_html, to_terminal
 from .parsing import parse, usage_errors
+
+
+BAR = 40  # characters
 
 
 @dataclass
@@ -19,6 +34,17 @@ class PrepareArguments:
     output_dir: str = field(
         metadata={"help": "Directory of `train.parquet`, `evaluation.parquet` and `statistics.json`."}
     )
+    inspect: int = field(
+        default=0,
+        metadata={
+            "help": "Print this many training documents with the supervised tokens in colour, and write them to "
+            "`inspect.html`."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.inspect < 0:
+            raise ValueError(f"`inspect`={self.inspect} is negative.")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,16 +52,80 @@ def main(argv: Sequence[str] | None = None) -> None:
     output_dir = Path(args.output_dir)
     with usage_errors():
         output_dir.mkdir(parents=True, exist_ok=True)
-        data = prepare_datasets(replace(data_args, packing=False), target_args.load_tokenizer())
-    for name, dataset in (("train", data.train), ("evaluation", data.evaluation)):
-        if dataset is not None:
-            _write_parquet(dataset, output_dir / f"{name}.parquet")
-    statistics = {name: asdict(numbers) for name, numbers in data.statistics.items()}
-    write_json(statistics, output_dir / "statistics.json")
-    for name, numbers in data.statistics.items():
-        share = numbers.supervised_tokens / numbers.tokens
-        print(f"{name}: {numbers.documents:,} documents, {numbers.tokens:,} tokens, {share:.1%} supervised")
+        tokenizer = target_args.load_tokenizer()
+        documents = prepare_documents(replace(data_args, packing=False), tokenizer)
+    statistics = {name: dataset_statistics(part) for name, part in documents.parts.items()}
+    for name, part in documents.parts.items():
+        _write_parquet(part, output_dir / f"{name}.parquet")
+    write_json(_report(documents, statistics), output_dir / "statistics.json")
+    if args.inspect:
+        _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
+    for name, report in documents.reports.items():
+        print(_account(name, report, data_args.deduplicate))
+    for name, numbers in statistics.items():
+        print(_overview(name, numbers))
     print(f"Train on it with `draftsmith train --dataset {output_dir / 'train.parquet'}`.")
+
+
+def _report(documents: PreparedDocuments, statistics: dict[str, DatasetStatistics]) -> dict[str, dict]:
+    """Statistics of each part, and under `rows_read` what became of the rows that it was prepared from."""
+    report: dict[str, dict] = {name: asdict(numbers) for name, numbers in statistics.items()}
+    for name, found in documents.reports.items():
+        report[name]["rows_read"] = {
+            "read": found.rows,
+            "documents": sum(found.documents),
+            "unusable": len(found.errors),
+            "without_answer": len(found.unsupervised),
+            "duplicates": found.duplicates,
+            "truncated": found.truncated,
+            "truncated_share": found.truncated / sum(found.documents),
+        }
+    return report
+
+
+def _account(name: str, report: Report, deduplicate: bool) -> str:
+    share = report.truncated / sum(report.documents)
+    return (
+        f"{name}: {report.rows:,} rows read, {len(report.errors):,} unusable, {len(report.unsupervised):,} without an "
+        f"answer, {report.duplicates:,} duplicates {'left out' if deduplicate else 'kept'}, "
+        f"{report.truncated:,} documents truncated ({share:.1%})"
+    )
+
+
+def _overview(name: str, numbers: DatasetStatistics) -> str:
+    lines = [
+        f"{name}: {numbers.documents:,} documents, {numbers.tokens:,} tokens, "
+        f"{numbers.supervised_share:.1%} supervised, {numbers.turns:,} turns"
+    ]
+    described = {
+        "tokens": numbers.lengths,
+        "supervised": numbers.supervised,
+        "turns": numbers.turns_per_document,
+    }
+    header = [f"{quantile:>8}" for quantile in ("mean", *numbers.lengths.quantiles)]
+    lines.append(f"  {'per document':14}{''.join(header)}")
+    for title, distribution in described.items():
+        cells = [f"{distribution.mean:>8.1f}", *(f"{value:>8,}" for value in distribution.quantiles.values())]
+        lines.append(f"  {title:14}{''.join(cells)}")
+    return "\n".join([*lines, *_histogram(numbers.lengths)])
+
+
+def _histogram(distribution: Distribution) -> Iterator[str]:
+    most = max(distribution.counts)
+    for low, high, count in zip(distribution.edges, distribution.edges[1:], distribution.counts, strict=False):
+        yield f"  {f'{low:,} to {high - 1:,}':>20} tokens {count:>9,} {'█' * round(BAR * count / most)}".rstrip()
+
+
+def _inspect(documents: Dataset, tokenizer: PreTrainedTokenizerBase, count: int, path: Path) -> None:
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    shown = []
+    for index in sample(documents, count):
+        row = documents[index]
+        shown.append((f"document {index + 1}", read_tokens(tokenizer, row["input_ids"], row["turn_ids"])))
+        print(to_terminal(*shown[-1], colour=colour))
+    with written_whole(path) as unfinished:
+        unfinished.write_text(to_html("Prepared documents", shown), encoding="utf-8")
+    print(f"The same with token boundaries and ids: {path}")
 
 
 def _write_parquet(dataset: Dataset, path: Path) -> None:

@@ -1,11 +1,13 @@
 """From conversations to batches: rendering, masks, packing, the draft vocabulary and the collator."""
 
-from .arguments import DataArguments, PreparedData, draft_vocabulary_map, prepare_datasets
+from .arguments import DataArguments
 from .collator import STATE_COLUMNS, DraftCollator
 from .encoding import read_template
 from .packing import pack_dataset
-from .prepare import tokenizer_fingerprint
+from .pipeline import PreparedData, PreparedDocuments, draft_vocabulary_map, prepare_datasets, prepare_documents
+from .prepare import Report, tokenizer_fingerprint
 from .prompts import PRESETS, LabelledPrompt, Prompt, pad_prompts, prompt_ids, read_prompts, render_prompts
+from .statistics import DatasetStatistics, Distribution, dataset_statistics
 from .vocabulary import (
     build_vocabulary_map,
     check_vocabulary_map,
@@ -21,20 +23,26 @@ __all__ = [
     "PRESETS",
     "STATE_COLUMNS",
     "DataArguments",
+    "DatasetStatistics",
+    "Distribution",
     "DraftCollator",
     "LabelledPrompt",
     "PreparedData",
+    "PreparedDocuments",
     "Prompt",
+    "Report",
     "build_vocabulary_map",
     "check_vocabulary_map",
     "count_tokens",
     "coverage",
     "d2t_to_t2d",
+    "dataset_statistics",
     "draft_vocabulary_map",
     "load_vocabulary_map",
     "pack_dataset",
     "pad_prompts",
     "prepare_datasets",
+    "prepare_documents",
     "prompt_ids",
     "read_prompts",
     "read_template",

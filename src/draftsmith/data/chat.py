@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from .answers import as_generated, check_answer
 from .documents import Document
-from .formats import REASONING_KEYS, Conversation, RowError
+from .formats import Conversation, RowError
 from .text import EncodedText, TextEncoder, Turn, check_text
 
 
@@ -68,7 +69,7 @@ class ChatEncoder(TextEncoder):
 
     def encode_conversations(self, conversations: Sequence[Conversation]) -> list[list[Document] | RowError]:
         """For each conversation its rows, or why there are none."""
-        plans = [attempt(self.render, conversation) for conversation in conversations]
+        plans = self.render(conversations)
         # one call for the batch lets the tokenizer use all its threads
         encoded = iter(self._encode_all([row for plan in plans if isinstance(plan, list) for row in plan]))
         return [
@@ -76,50 +77,64 @@ class ChatEncoder(TextEncoder):
             for plan in plans
         ]
 
-    def render(self, conversation: Conversation) -> list[Rendering]:
-        """The text of one row with every turn, or of one row per turn where the template rewrites history.
+    def render(self, conversations: Sequence[Conversation]) -> list[list[Rendering] | RowError]:
+        """For each conversation one row with every turn, or one per turn where the template rewrites history.
 
-        Raises:
-            RowError: no turn to supervise, or serving's prompt is not how the rendering begins.
+        A `RowError` stands for one without a turn to supervise, or whose rendering doesn't begin with what is served.
         """
-        messages = conversation.messages
-        turns = [
-            index
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and index >= max(conversation.first_supervised, 1)
-        ]  # nobody asked for a message that opens the conversation: it is context
-        if not turns:
-            raise RowError("messages", "has no assistant turn after another message")
-        prompts = self._apply(conversation, [messages[:index] for index in turns], add_generation_prompt=True)
-        texts = self._apply(conversation, [messages[: index + 1] for index in turns])
+        turns = [attempt(_turns, conversation) for conversation in conversations]
+        usable = [pair for pair in zip(conversations, turns, strict=True) if isinstance(pair[1], list)]
+        plain = [pair for pair in usable if not (pair[0].tools or pair[0].template_kwargs)]
+        try:
+            shared = iter(self._prompts_and_texts(plain))  # one call costs less than many
+        except RowError:  # of one of them, so each is rendered by itself
+            shared, plain = iter(()), []
+        rendered = {id(conversation): next(shared) for conversation, _ in plain}
+        return [
+            found if isinstance(found, RowError) else attempt(self._rows, conversation, found, rendered)
+            for conversation, found in zip(conversations, turns, strict=True)
+        ]
+
+    def _prompts_and_texts(
+        self, conversations: Sequence[tuple[Conversation, list[int]]]
+    ) -> list[tuple[list[str], list[str]]]:
+        """What is served before each turn, and the rendering up to and with it; the first's arguments go for all."""
+        if not conversations:
+            return []
+        chats = [conversation.messages[:index] for conversation, turns in conversations for index in turns]
+        prompts = iter(self._apply(conversations[0][0], chats, add_generation_prompt=True))
+        chats = [conversation.messages[: index + 1] for conversation, turns in conversations for index in turns]
+        texts = iter(self._apply(conversations[0][0], chats))
+        return [([next(prompts) for _ in turns], [next(texts) for _ in turns]) for _, turns in conversations]
+
+    def _rows(
+        self, conversation: Conversation, turns: list[int], rendered: dict[int, tuple[list[str], list[str]]]
+    ) -> list[Rendering]:
+        prompts, texts = rendered.get(id(conversation)) or self._prompts_and_texts([(conversation, turns)])[0]
         check_text(texts[-1], "messages")
         rows = []
         for index, prompt, text in zip(turns, prompts, texts, strict=True):
             if not text.startswith(prompt):
-                raise RowError(
-                    f"messages[{index}]",
-                    f"can't be located: {self.name} doesn't render it after its generation prompt {prompt[-40:]!r}; "
-                    "pass `chat_template_kwargs` that fit the data (reasoning on or off) or another `chat_template`",
-                )
-            end = len(text) if conversation.finished or index < len(messages) - 1 else self._cut_end(text, messages)
+                text = self._as_generated(conversation, index, prompt, text)
+            is_cut = not conversation.finished and index == len(conversation.messages) - 1
+            end = _cut_end(conversation.messages[index], index, text) if is_cut else len(text)
             rows.append(Rendering(text, [Turn(len(prompt), end, index)], conversation))
-        whole = texts[-1]
-        if all(map(whole.startswith, prompts)) and all(map(whole.startswith, texts)):
+        whole = rows[-1].text
+        if all(map(whole.startswith, prompts)) and all(whole.startswith(row.text) for row in rows):
             return [Rendering(whole, [turn for row in rows for turn in row.turns], conversation)]
         return rows
 
-    def _cut_end(self, text: str, messages: list[dict[str, Any]]) -> int:
-        """Where the last answer, which was cut off, stops in its rendering: what the template adds to end the turn
-        was never generated."""
-        content = messages[-1].get("content", "").strip()
-        start = text.rfind(content)
-        if not content or start < 0:
+    def _as_generated(self, conversation: Conversation, index: int, prompt: str, text: str) -> str:
+        found = None
+        if not self._has_markers(conversation):
+            found = as_generated(conversation.messages[index], prompt, text)
+        if found is None:
             raise RowError(
-                f"messages[{len(messages) - 1}].content",
-                f"was cut off (`finished` is false) and is {'rendered otherwise' if content else 'empty'}: leave the "
-                "row out",
+                f"messages[{index}]",
+                f"can't be located: {self.name} doesn't render it after its generation prompt {prompt[-40:]!r}; "
+                "pass `chat_template_kwargs` that fit the data (reasoning on or off) or another `chat_template`",
             )
-        return start + len(content)
+        return found
 
     def _apply(self, conversation: Conversation, chats: list[list[dict[str, Any]]], **kwargs: Any) -> list[str]:
         kwargs |= self._template_arguments(conversation)
@@ -136,12 +151,13 @@ class ChatEncoder(TextEncoder):
     def _template(self, conversation: Conversation) -> str:
         return self.tokenizer.get_chat_template(self.chat_template, conversation.tools)
 
-    def _has_markers(self, rendering: Rendering) -> bool:
-        return GENERATION_MARKER.search(self._template(rendering.conversation)) is not None
+    def _has_markers(self, conversation: Conversation) -> bool:
+        return GENERATION_MARKER.search(self._template(conversation)) is not None
 
     def _encode_all(self, renderings: list[Rendering]) -> list[EncodedText]:
-        plain = iter(self.encode([rendering.text for rendering in renderings if not self._has_markers(rendering)]))
-        return [self._encode_marked(row) if self._has_markers(row) else next(plain) for row in renderings]
+        marked = [self._has_markers(rendering.conversation) for rendering in renderings]
+        plain = iter(self.encode([row.text for row, has in zip(renderings, marked, strict=True) if not has]))
+        return [self._encode_marked(row) if has else next(plain) for row, has in zip(renderings, marked, strict=True)]
 
     def _encode_marked(self, rendering: Rendering) -> EncodedText:
         output: Any = self.tokenizer.apply_chat_template(
@@ -188,28 +204,39 @@ class ChatEncoder(TextEncoder):
         return Document(prompt_ids + answer.ids, turn_ids)
 
     def _check_rendered(self, rendering: Rendering, turn: Turn, end: int) -> None:
-        """The answer must hold all that the assistant wrote; only white space may differ (templates trim)."""
+        """The answer must hold all that the assistant wrote, and begin where the template says that it does."""
         message = rendering.conversation.messages[turn.position]
-        for key in ("content", *REASONING_KEYS):
-            value = message.get(key, "")
-            start = max(turn.start - len(value), 0)  # the generation prompt may hold the beginning, e.g. `<think>`
-            if _squeeze(value) not in _squeeze(rendering.text[start:end]):
-                raise RowError(
-                    f"messages[{turn.position}].{key}",
-                    f"is not rendered in full by {self.name}, so its tokens can't be supervised",
-                )
-        starts_with_content = _squeeze(rendering.text[turn.start : end]).startswith(
-            _squeeze(message.get("content", ""))
+        name = f"messages[{turn.position}]"
+        check_answer(message, name, rendering.text, turn.start, end, self.name)
+        if "add_generation_prompt" not in self._template(rendering.conversation):
+            answer = rendering.text[turn.start : end].lstrip()
+            if not answer.startswith(message.get("content", "").strip()):
+                raise RowError(name, f"is rendered by {self.name} with a header, but it has no generation prompt")
+
+
+def _turns(conversation: Conversation) -> list[int]:
+    """The messages to supervise. Nobody asked for an answer that opens the conversation: it is context."""
+    turns = [
+        index
+        for index, message in enumerate(conversation.messages)
+        if message["role"] == "assistant" and index >= max(conversation.first_supervised, 1)
+    ]
+    if not turns:
+        raise RowError("messages", "has no assistant turn after another message")
+    return turns
+
+
+def _cut_end(message: dict[str, Any], index: int, text: str) -> int:
+    """Where an answer that was cut off stops in its rendering: what ends the turn was never generated."""
+    content = message.get("content", "").strip()
+    start = text.rfind(content)
+    if not content or start < 0:
+        raise RowError(
+            f"messages[{index}].content",
+            f"was cut off (`finished` is false) and is {'rendered otherwise' if content else 'empty'}: leave the row "
+            "out",
         )
-        if not starts_with_content and "add_generation_prompt" not in self._template(rendering.conversation):
-            raise RowError(
-                f"messages[{turn.position}]",
-                f"is rendered by {self.name} with a header, but it has no generation prompt",
-            )
-
-
-def _squeeze(text: str) -> str:
-    return "".join(text.split())
+    return start + len(content)
 
 
 def attempt(function: Any, *arguments: Any) -> Any:

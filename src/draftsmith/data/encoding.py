@@ -1,6 +1,5 @@
 """From a row of any format to token ids and turns."""
 
-import hashlib
 import json
 import re
 from bisect import bisect_right
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from .chat import ChatEncoder, attempt
 from .documents import Document, turns_from_mask
 from .formats import Completion, Content, Conversation, MarkedText, RowError, Tokens, detect_format, read_row
+from .identity import fingerprint
 from .text import TextEncoder, Turn, check_text
 
 
@@ -32,7 +32,8 @@ FEATURES = Features(
 ROW_FEATURES = Features(
     {
         **FEATURES,
-        "hash": Value("uint32"),  # of the conversation, for the evaluation split
+        "conversation": Value("int64"),  # its fingerprint, by which the evaluation split goes
+        "key": Value("int64"),  # fingerprint of the row, by which duplicates are known
         "row": Value("int64"),
         "truncated": Value("bool"),
         "error": Value("string"),
@@ -56,6 +57,13 @@ class EncodingArguments:
     )
     max_length: int | None = field(
         default=4096, metadata={"help": "Longest document in tokens; longer ones are cut at the end. None: never cut."}
+    )
+    split_long_documents: bool = field(
+        default=False,
+        metadata={
+            "help": "Split longer documents into several of at most `max_length` tokens, each without the context "
+            "before it, instead of cutting their ends off."
+        },
     )
     messages_column: str | None = field(
         default=None, metadata={"help": "Column of the conversations. Default: `messages` or `conversations`."}
@@ -84,6 +92,8 @@ class EncodingArguments:
                 raise ValueError(f"`chat_template_kwargs` is not a JSON object: {error}") from error
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
             raise ValueError(f"`chat_template_kwargs` is not a JSON object: {self.chat_template_kwargs!r}")
+        if self.split_long_documents and self.max_length is None:
+            raise ValueError("`split_long_documents` needs `max_length`.")
         if self.max_length is not None and self.max_length < 3:
             raise ValueError("`max_length` must be at least 3: a row needs a prompt token and two answer tokens.")
 
@@ -139,10 +149,8 @@ class RowEncoder:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         contents = [attempt(self._read, row) for row in rows]
         for index, content, documents in zip(indices, contents, self._encode(contents), strict=True):
-            fingerprint = hashlib.blake2b(repr(content).encode(errors="replace"), digest_size=4).digest()
-            shared = {"row": index, "hash": int.from_bytes(fingerprint, "big")}
-            for result in [documents] if isinstance(documents, RowError) else documents:
-                for name, value in (self._output(result) | shared).items():
+            for result in [documents] if isinstance(documents, RowError) else self._fitted(documents):
+                for name, value in (self._output(result) | {"row": index, **_keys(content)}).items():
                     output[name].append(value)
         return output
 
@@ -169,6 +177,14 @@ class RowEncoder:
             else:
                 results.append(attempt(encoders[type(content)], content))
         return results
+
+    def _fitted(self, documents: list[Document]) -> list[Document]:
+        """The documents, or, where those are to be split, their pieces (one is left where there is nothing in any)."""
+        max_length = self.arguments.max_length
+        if max_length is None or not self.arguments.split_long_documents:
+            return documents
+        pieces = [piece for document in documents for piece in document.split(max_length)]
+        return pieces or [document.cut(max_length) for document in documents[:1]]
 
     def _output(self, result: Document | RowError) -> dict[str, Any]:
         empty = Document([], np.empty(0, dtype=np.int32))
@@ -229,6 +245,14 @@ class RowEncoder:
         mask = np.array(content.loss_mask, dtype=bool)
         turns = turns_from_mask(mask) if content.turn_ids is None else np.array(content.turn_ids, dtype=np.int32)
         return [Document(content.input_ids, np.where(mask, turns, -1).astype(np.int32))]
+
+
+def _keys(content: Content | RowError | None) -> dict[str, int]:
+    if content is None or isinstance(content, RowError):
+        return {"conversation": 0, "key": 0}
+    key = fingerprint(content)
+    kept = content.conversation if isinstance(content, Tokens) else None
+    return {"conversation": key if kept is None else kept, "key": key}
 
 
 def read_template(template: str | None) -> str | None:

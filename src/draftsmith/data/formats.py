@@ -24,10 +24,17 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class RowError(ValueError):
-    """A row that can't be used: which field, and why."""
+    """A row that can't be used: which field, and why.
+
+    Both may quote the row: what a terminal would obey is written as an escape.
+    """
 
     def __init__(self, field_name: str, reason: str):
-        super().__init__(f"`{field_name}` {reason}")
+        super().__init__("".join(map(_printable, f"`{field_name}` {reason}")))
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
 
 
 @dataclass(frozen=True)
@@ -61,11 +68,15 @@ class MarkedText:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids with their mask; without turn ids, a contiguous run of the mask is one turn."""
+    """Token ids with their mask; without turn ids, a contiguous run of the mask is one turn.
+
+    `conversation` is the fingerprint of the conversation they are of, where the row has kept it.
+    """
 
     input_ids: list[int]
     loss_mask: list[int]
     turn_ids: list[int] | None = None
+    conversation: int | None = None
 
 
 Content = Conversation | Completion | MarkedText | Tokens
@@ -147,7 +158,10 @@ def _read_tokens(row: Row, _: list[str]) -> Tokens:
         for mask, turn in zip(columns["loss_mask"], columns.get("turn_ids", ()), strict=False)
     ):
         raise RowError("turn_ids", f"is not in 0..{length - 1} at a supervised token")
-    return Tokens(**columns)
+    conversation = row.get("conversation")
+    if conversation is not None and not (isinstance(conversation, int) and 0 <= conversation < 2**63):
+        raise RowError("conversation", "is not a fingerprint of 63 bits")
+    return Tokens(**columns, conversation=conversation)
 
 
 def read_messages(value: Any, name: str) -> list[dict[str, Any]]:
@@ -183,9 +197,30 @@ def _message(value: Any, name: str) -> dict[str, Any]:
         raise RowError(f"{name}.content", "is missing")
     for key in REASONING_KEYS:
         _string(message.get(key, ""), f"{name}.{key}")
-    if isinstance(message.get("tool_calls"), str):
-        message["tool_calls"] = _parsed(message["tool_calls"], f"{name}.tool_calls")
+    if "tool_calls" in message:
+        message["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
     return message
+
+
+def _tool_calls(value: Any, name: str) -> list[dict[str, Any]]:
+    """Tool calls with their arguments as objects: servers decode the JSON text of requests before rendering, too.
+
+    The list itself may be JSON text, since columns have one type.
+    """
+    if isinstance(value, str):
+        value = _json(value, name)
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise RowError(name, "is not a list of objects")
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise RowError(f"{name}[{index}]", "names no function")
+        if isinstance(function.get("arguments"), str):
+            arguments = _json(function["arguments"] or "{}", f"{name}[{index}].arguments")
+            function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else dict(function))
+    return calls
 
 
 def _text_content(value: Any, name: str) -> str:
@@ -203,7 +238,7 @@ def read_tools(row: Row) -> list[dict[str, Any]] | None:
     """The column `tools`: JSON schemas, or those as text, since columns have one type."""
     tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = _parsed(tools, "tools")
+        tools = _json(tools, "tools")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -215,13 +250,13 @@ def read_template_kwargs(row: Row) -> dict[str, Any]:
     """The column `chat_template_kwargs`: an object, or one as text."""
     kwargs = row.get("chat_template_kwargs") or {}
     if isinstance(kwargs, str):
-        kwargs = _parsed(kwargs, "chat_template_kwargs")
+        kwargs = _json(kwargs, "chat_template_kwargs")
     if not isinstance(kwargs, dict):
         raise RowError("chat_template_kwargs", f"is {_kind(kwargs)}, not an object")
     return kwargs
 
 
-def _parsed(text: str, name: str) -> Any:
+def _json(text: str, name: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -253,5 +288,5 @@ FORMATS: dict[str, tuple[frozenset[str], Callable[[Row, list[str]], Content]]] =
     "text": (frozenset({"text"}), _read_text),
 }
 COLUMNS = frozenset().union(*(needed for needed, _ in FORMATS.values())) | {
-    "turn_ids", "tools", "chat_template_kwargs", "finished", *MEDIA_COLUMNS
+    "turn_ids", "conversation", "tools", "chat_template_kwargs", "finished", *MEDIA_COLUMNS
 }  # fmt: skip

@@ -2,12 +2,17 @@
 
 import glob
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import fsspec
+import pyarrow as pa
 from datasets import Dataset, load_dataset, load_from_disk
+
+from .streams import array_items, batched, rows_on_disk
 
 
 COMPRESSIONS = {".bz2", ".gz", ".xz", ".zst"}
@@ -24,15 +29,44 @@ class Source:
         rows: one column `text` with a JSON document per row if `is_json`, else the columns as they were stored.
         is_json: JSON stays text until a row is prepared, so that one broken line costs one row, and rows may differ in
             their keys and types (Arrow would merge them and invent nulls).
+        entry: which entry of `dataset` it is of.
     """
 
     name: str
     rows: Dataset
     is_json: bool = False
+    entry: int = 0
 
     def locate(self, index: int) -> str:
         """Human name of a row; rows and lines count from 1."""
         return f"{self.name}, {'line' if self.is_json else 'row'} {index + 1}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How datasets are read.
+
+    Attributes:
+        config, split: of Hub datasets.
+        cache_dir: where `datasets` keeps its Arrow files, and what is streamed lies until it is prepared; None = its
+            own default.
+        streaming: read from the beginning only as far as `max_rows`, instead of fetching whole datasets first.
+        max_rows: of each dataset; None = all.
+    """
+
+    config: str | None = None
+    split: str = "train"
+    cache_dir: str | None = None
+    streaming: bool = False
+    max_rows: int | None = None
+
+    def load(self, name: str, *arguments: str | None, limit: int | None, **options: Any) -> Dataset:
+        """`datasets.load_dataset`, on disk and memory-mapped either way."""
+        if not self.streaming:
+            return load_dataset(name, *arguments, cache_dir=self.cache_dir, **options)
+        stream = load_dataset(name, *arguments, streaming=True, **options)
+        stream = stream if limit is None else stream.take(limit)
+        return rows_on_disk(stream.with_format("arrow").iter(batch_size=1000), self.cache_dir)
 
 
 def load_sources(
@@ -41,15 +75,15 @@ def load_sources(
     config: str | None = None,
     split: str = "train",
     cache_dir: str | None = None,
+    streaming: bool = False,
+    max_rows: int | None = None,
 ) -> list[Source]:
     """Open every dataset of `datasets`, in order.
 
     Args:
         datasets: local files (`.jsonl`, `.ndjson`, `.json`, `.parquet`, also compressed), globs, directories of such
             files or written by `Dataset.save_to_disk`, Hub ids, or `datasets.Dataset` objects.
-        config: configuration name of the Hub datasets.
-        split: split of the Hub datasets.
-        cache_dir: where `datasets` keeps its Arrow files; None = its own default.
+        config, split, cache_dir, streaming, max_rows: as in [`Reading`].
 
     Raises:
         FileNotFoundError: a name that looks like a path matches nothing.
@@ -57,17 +91,36 @@ def load_sources(
     """
     if isinstance(datasets, (str, Dataset)):
         raise TypeError("`dataset` is a list: write [dataset].")
-    sources: list[Source] = []
-    for position, dataset in enumerate(datasets):
-        if isinstance(dataset, Dataset):
-            sources.append(Source(f"in-memory dataset {position + 1}", dataset))
-        elif not isinstance(dataset, str):
-            raise TypeError(f"`dataset` takes names and `datasets.Dataset` objects, not {type(dataset).__name__}.")
-        elif files := _local_files(dataset):
-            sources.extend(_read_file(file, cache_dir) for file in files)
-        else:
-            sources.append(Source(dataset, load_dataset(dataset, config, split=split, cache_dir=cache_dir)))
-    return sources
+    reading = Reading(config, split, cache_dir, streaming, max_rows)
+    return [
+        replace(source, entry=position)
+        for position, dataset in enumerate(datasets)
+        for source in _limited(_open(dataset, position, reading), max_rows)
+    ]
+
+
+def _open(dataset: str | Dataset, position: int, reading: Reading) -> Iterator[Source]:
+    """The sources of one entry, opened one by one."""
+    if isinstance(dataset, Dataset):
+        yield Source(f"in-memory dataset {position + 1}", dataset)
+    elif not isinstance(dataset, str):
+        raise TypeError(f"`dataset` takes names and `datasets.Dataset` objects, not {type(dataset).__name__}.")
+    elif files := _local_files(dataset):
+        for file in files:
+            yield _read_file(file, reading)
+    else:
+        rows = reading.load(dataset, reading.config, split=reading.split, limit=reading.max_rows)
+        yield Source(dataset, rows)
+
+
+def _limited(sources: Iterator[Source], max_rows: int | None) -> Iterator[Source]:
+    """The sources up to `max_rows` rows of all together; those after are not opened."""
+    for source in sources:
+        if max_rows is not None and len(source.rows) >= max_rows:
+            yield replace(source, rows=source.rows.select(range(max_rows)))
+            return
+        yield source
+        max_rows = None if max_rows is None else max_rows - len(source.rows)
 
 
 def _kind(path: Path) -> str:
@@ -105,7 +158,7 @@ def _local_files(name: str) -> list[Path]:
     return []
 
 
-def _read_file(path: Path, cache_dir: str | None) -> Source:
+def _read_file(path: Path, reading: Reading) -> Source:
     if _is_saved_dataset(path):
         rows = load_from_disk(str(path))
         if not isinstance(rows, Dataset):
@@ -115,17 +168,26 @@ def _read_file(path: Path, cache_dir: str | None) -> Source:
         return Source(str(path), rows)
     if _kind(path) not in READERS:
         raise ValueError(f"`dataset`: {path} is not one of {', '.join(READERS)}.")
-    return READERS[_kind(path)](path, cache_dir)
+    try:
+        return READERS[_kind(path)](path, reading)
+    except UnreadableError:
+        raise
+    except Exception as error:  # `datasets` wraps whatever gzip or Arrow raised in errors of its own
+        raise UnreadableError(f"`dataset`: {path} can't be read: {error.__cause__ or error}") from error
 
 
-def _read_json_lines(path: Path, cache_dir: str | None) -> Source:
+class UnreadableError(ValueError):
+    """A file that can't be read as what its name says."""
+
+
+def _read_json_lines(path: Path, reading: Reading) -> Source:
     if path.stat().st_size == 0:
         return Source(str(path), Dataset.from_dict({"text": []}), is_json=True)
-    rows = load_dataset(
+    rows = reading.load(
         "text",
         data_files=[glob.escape(str(path))],
         split="train",
-        cache_dir=cache_dir,
+        limit=reading.max_rows,
         encoding="utf-8-sig",
         # an undecodable byte becomes `\xNN`, which JSON rejects: the error names the line, and only that line is lost
         encoding_errors="backslashreplace",
@@ -133,32 +195,30 @@ def _read_json_lines(path: Path, cache_dir: str | None) -> Source:
     return Source(str(path), rows, is_json=True)
 
 
-def _read_json(path: Path, cache_dir: str | None) -> Source:
+def _read_json(path: Path, reading: Reading) -> Source:
     """A JSON array of rows; anything else with this suffix holds JSON Lines."""
     with fsspec.open(str(path), "rt", compression="infer", encoding="utf-8-sig", errors="backslashreplace") as file:
         head = file.read(1)
         while head.isspace():
             head = file.read(1)
         if head != "[":
-            return _read_json_lines(path, cache_dir)
+            return _read_json_lines(path, reading)
         try:
-            rows = json.loads(head + file.read())
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
+            texts = islice(array_items(file), reading.max_rows)
+            rows = rows_on_disk((pa.table({"text": batch}) for batch in batched(texts, 1000)), reading.cache_dir)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UnreadableError(
                 f"`dataset`: {path} is not a JSON array: {error}. JSON Lines would lose one row only."
             ) from error
-    return Source(str(path), Dataset.from_dict({"text": [json.dumps(row) for row in rows]}), is_json=True)
+    return Source(str(path), rows, is_json=True)
 
 
-def _read_parquet(path: Path, cache_dir: str | None) -> Source:
-    try:
-        rows = load_dataset("parquet", data_files=[glob.escape(str(path))], split="train", cache_dir=cache_dir)
-    except Exception as error:  # `datasets` wraps whatever Arrow raised in errors of its own
-        raise ValueError(f"`dataset`: {path} can't be read as Parquet: {error.__cause__ or error}") from error
+def _read_parquet(path: Path, reading: Reading) -> Source:
+    rows = reading.load("parquet", data_files=[glob.escape(str(path))], split="train", limit=reading.max_rows)
     return Source(str(path), rows)
 
 
-READERS: dict[str, Callable[[Path, str | None], Source]] = {
+READERS: dict[str, Callable[[Path, Reading], Source]] = {
     ".json": _read_json,
     ".jsonl": _read_json_lines,
     ".ndjson": _read_json_lines,

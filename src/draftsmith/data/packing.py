@@ -32,7 +32,7 @@ def best_fit_decreasing(lengths: list[int], row_length: int) -> list[list[int]]:
 
 
 def pack_dataset(
-    dataset: Dataset, row_length: int, *, window: int = 10_000, cache_file_name: str | None = None
+    dataset: Dataset, row_length: int, *, window: int = 2000, cache_file_name: str | None = None
 ) -> Dataset:
     """Pack whole documents into rows of at most `row_length` tokens; none is ever split.
 

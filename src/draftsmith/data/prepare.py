@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from transformers import PreTrainedTokenizerBase
@@ -47,6 +47,8 @@ class Report:
         truncated: documents cut at `max_length`.
         unsupervised: rows without two assistant tokens in a row within `max_length`: nothing to learn, left out.
         errors: rows that can't be used, with the reason.
+        duplicates: rows that repeat a conversation; left out with `deduplicate`.
+        documents: number of documents of each source, before duplicates are left out.
         cache_keys: names of the cache entries, which are hashes of their contents.
     """
 
@@ -54,6 +56,8 @@ class Report:
     truncated: int = 0
     unsupervised: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    duplicates: int = 0
+    documents: list[int] = field(default_factory=list)
     cache_keys: list[str] = field(default_factory=list)
 
 
@@ -77,8 +81,8 @@ def prepare_sources(
         on_bad_row: "error" or "skip".
 
     Returns:
-        The prepared documents in the order of the sources, with a column `hash` (uint32, of the conversation), and the
-        report.
+        The prepared documents in the order of the sources, with the columns `conversation` and `key` (int64, see
+        `encoding.ROW_FEATURES`) and `row` besides, and the report.
 
     Raises:
         BadRowsError: rows that can't be used, all of them, unless `on_bad_row="skip"`.
@@ -92,6 +96,7 @@ def prepare_sources(
         total.truncated += report.truncated
         total.unsupervised += report.unsupervised
         total.errors += report.errors
+        total.documents.append(len(documents))
         total.cache_keys += report.cache_keys
     documents = concatenate_datasets(datasets)
     if total.errors and on_bad_row == "error":
@@ -177,24 +182,25 @@ def _prepare_source(
 def _split_off_report(prepared: Dataset, source: Source) -> tuple[Dataset, Report]:
     """The usable documents of a cache entry, and what became of the other rows."""
     table = prepared.data
-    lengths, errors, numbers = (table[name].to_pylist() for name in ("length", "error", "row"))
     report = Report(rows=len(source.rows), truncated=pc.sum(table["truncated"]).as_py() or 0)
-    for number, length, error in zip(numbers, lengths, errors, strict=True):
+    empty = table["length"].to_numpy() == 0
+    others = table.select(["row", "error"]).filter(pc.equal(table["length"], 0))
+    for number, error in zip(others["row"].to_pylist(), others["error"].to_pylist(), strict=True):
         if error is not None:
             report.errors.append(f"{source.locate(number)}: {error}")
-        elif not length:
+        else:
             report.unsupervised.append(source.locate(number))
-    if report.errors or report.unsupervised:
-        prepared = prepared.select([index for index, length in enumerate(lengths) if length])
-    return prepared.select_columns([*FEATURES, "hash"]), report
+    if len(others):
+        prepared = prepared.select(np.flatnonzero(~empty))
+    return prepared.select_columns([*FEATURES, "conversation", "key", "row"]), report
 
 
 def _row_format(rows: Dataset, arguments: EncodingArguments, *, is_json: bool) -> tuple[str, str | None]:
     """The format of a source, which the columns of its first usable row tell, and the column named by the user."""
     found = arguments.format_of(rows.column_names) if not is_json else None
-    for text in rows["text"] if is_json else ():
+    for row in rows if is_json else ():
         try:
-            found = arguments.format_of(parse_json_row(text))
+            found = arguments.format_of(parse_json_row(row["text"]))
         except RowError:
             continue
         if found:
@@ -209,9 +215,9 @@ def _cache_key(
     digest = hashlib.blake2b(digest_size=16)
     options = {option.name: getattr(arguments, option.name) for option in fields(EncodingArguments)}
     options["chat_template"] = read_template(arguments.chat_template)
-    state = [CACHE_VERSION, is_json, rows.column_names, options, _tokenizer_state(tokenizer)]
+    state = [CACHE_VERSION, is_json, rows.column_names, options, tokenizer_fingerprint(tokenizer)]
     digest.update(json.dumps(state, sort_keys=True, default=str).encode())
-    for table in rows.with_format("arrow").iter(batch_size=10_000):
+    for table in rows.with_format("arrow").iter(batch_size=1000):
         for batch in table.combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
@@ -219,17 +225,16 @@ def _cache_key(
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of all that decides how text becomes tokens, the chat template included."""
-    state = json.dumps(_tokenizer_state(tokenizer), sort_keys=True, default=str)
-    return hashlib.blake2b(state.encode(), digest_size=16).hexdigest()
+    templates = json.dumps([tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return hashlib.blake2b(templates.encode() + _tokenizer_state(tokenizer), digest_size=16).hexdigest()
 
 
-def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    # Mere use of a tokenizer changes its state of truncation and padding, neither of which is used here.
-    backend = (
-        json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {"vocab": tokenizer.get_vocab()}
-    )
-    backend |= {"truncation": None, "padding": None}
-    return [backend, tokenizer.chat_template, tokenizer.special_tokens_map]
+def _tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> bytes:
+    if not tokenizer.is_fast:
+        return json.dumps(tokenizer.get_vocab(), sort_keys=True).encode()
+    state = tokenizer.backend_tokenizer.to_str()
+    # Before this come truncation and padding, which mere use of a tokenizer changes, and which are not used here.
+    return state[state.index('"added_tokens"') :].encode()
 
 
 def listing(rows: Sequence[str]) -> str:

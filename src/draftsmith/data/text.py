@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from .formats import RowError
+
+
+SHORT = 64  # characters
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,11 @@ class TextEncoder:
         self.tokenizer = tokenizer
         # some tokenizers add runs of white space to their vocabulary: those control nothing
         added = {index for index, token in tokenizer.added_tokens_decoder.items() if not token.content.isspace()}
-        self.control_ids = added | set(tokenizer.all_special_ids)
+        controls = added | set(tokenizer.all_special_ids)
+        self.is_control = np.zeros(max([*tokenizer.get_vocab().values(), *controls]) + 1, dtype=bool)
+        self.is_control[list(controls)] = True
+        # between a control token and an answer stands nearly always the same: the header of a turn
+        self.short_ids = lru_cache(maxsize=1024)(self._encode_short)
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Encode without automatic special tokens and without truncation."""
@@ -88,12 +96,18 @@ class TextEncoder:
         return [self.encoded(text, ids, encoding) for text, ids, encoding in encodings]
 
     def encoded(self, text: str, ids: list[int], encoding: Encoding, marks: np.ndarray | None = None) -> EncodedText:
-        places = ((index, encoding.token_to_chars(index)) for index, i in enumerate(ids) if i in self.control_ids)
+        indices = np.flatnonzero(self.is_control[np.array(ids, dtype=np.int64)]).tolist()
+        places = ((index, encoding.token_to_chars(index)) for index in indices)
         controls = [(index, place[1]) for index, place in places if place]
         return EncodedText(text, ids, encoding, controls, marks)
 
     def ids(self, text: str) -> list[int]:
+        if len(text) <= SHORT:
+            return list(self.short_ids(text))
         return self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+
+    def _encode_short(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
     def encode_apart(self, answer: str) -> EncodedText:
         """Encode an answer on its own, where encoding it with its prompt would merge tokens across the two.
