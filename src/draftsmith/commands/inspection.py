@@ -60,10 +60,9 @@ def read_tokens(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int], tu
     for index, (token_id, turn) in enumerate(zip(input_ids, turn_ids, strict=True)):
         before = _decode(tokenizer, input_ids[max(index - 1, 0) : index])
         both = _decode(tokenizer, input_ids[max(index - 1, 0) : index + 1])
-        text = both.removeprefix(before) if both.startswith(before) else _decode(tokenizer, [token_id])
-        if not text or "\ufffd" in both:
-            text = _alone(tokenizer, token_id)
-        tokens.append(Token(token_id, text, turn))
+        added = both.removeprefix(before) if both.startswith(before) else ""
+        is_text = added and "\ufffd" not in before + both
+        tokens.append(Token(token_id, added if is_text else _alone(tokenizer, token_id), turn))
     return tokens
 
 
@@ -88,7 +87,7 @@ def to_terminal(name: str, tokens: Sequence[Token], *, colour: bool) -> str:
             parts.append("\n".join(f"{COLOURS[turn % 2]}{line}{PLAIN}" for line in text.split("\n")))
         else:
             parts.append(f"[[{text}]]")
-    return f"── {_summary(name, tokens)}\n{''.join(parts)}\n"
+    return f"── {visible(_summary(name, tokens))}\n{''.join(parts)}\n"
 
 
 def to_html(title: str, documents: Sequence[tuple[str, Sequence[Token]]]) -> str:

@@ -183,6 +183,12 @@ class UnreadableError(ValueError):
 def _read_json_lines(path: Path, reading: Reading) -> Source:
     if path.stat().st_size == 0:
         return Source(str(path), Dataset.from_dict({"text": []}), is_json=True)
+    if path.suffix.lower() in COMPRESSIONS:  # where `datasets` gives up at the first undecodable byte
+        with fsspec.open(
+            str(path), "rt", compression="infer", encoding="utf-8-sig", errors="backslashreplace"
+        ) as file:
+            lines = (line.removesuffix("\n") for line in islice(file, reading.max_rows))
+            return Source(str(path), _texts_on_disk(lines, reading), is_json=True)
     rows = reading.load(
         "text",
         data_files=[glob.escape(str(path))],
@@ -204,13 +210,17 @@ def _read_json(path: Path, reading: Reading) -> Source:
         if head != "[":
             return _read_json_lines(path, reading)
         try:
-            texts = islice(array_items(file), reading.max_rows)
-            rows = rows_on_disk((pa.table({"text": batch}) for batch in batched(texts, 1000)), reading.cache_dir)
+            rows = _texts_on_disk(islice(array_items(file), reading.max_rows), reading)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UnreadableError(
                 f"`dataset`: {path} is not a JSON array: {error}. JSON Lines would lose one row only."
             ) from error
     return Source(str(path), rows, is_json=True)
+
+
+def _texts_on_disk(texts: Iterator[str], reading: Reading) -> Dataset:
+    tables = (pa.table({"text": pa.array(batch, pa.string())}) for batch in batched(texts, 100))
+    return rows_on_disk(tables, reading.cache_dir)
 
 
 def _read_parquet(path: Path, reading: Reading) -> Source:

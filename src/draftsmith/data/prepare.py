@@ -217,7 +217,7 @@ def _cache_key(
     options["chat_template"] = read_template(arguments.chat_template)
     state = [CACHE_VERSION, is_json, rows.column_names, options, tokenizer_fingerprint(tokenizer)]
     digest.update(json.dumps(state, sort_keys=True, default=str).encode())
-    for table in rows.with_format("arrow").iter(batch_size=1000):
+    for table in rows.with_format("arrow").iter(batch_size=200):
         for batch in table.combine_chunks().to_batches():
             digest.update(batch.serialize())
     return digest.hexdigest()
