@@ -10,6 +10,7 @@ python scripts/benchmark.py attention-figures  figures and Markdown tables from 
 python scripts/benchmark.py targets            forward of whole targets under our attention and transformers' (GPU)
 python scripts/benchmark.py train              draft steps and whole training steps, ours and SpecForge's (GPU)
 python scripts/benchmark.py train-figures      figure and Markdown tables from its results
+python scripts/benchmark.py prepare            preparation of data against plain tokenizer calls, its memory, packing
 python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
 python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
 python scripts/benchmark.py cache              size of cached hidden states, and how fast they are coded
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "targets": "targets",
     "train": "train",
     "train-figures": "train_figures",
+    "prepare": "prepare",
     "scaling": "scaling",
     "adaptation": "adaptation",
     "cache": "cache",

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 from datasets import Dataset
 
@@ -65,3 +66,47 @@ def test_lengths_that_do_not_add_up_are_refused():
         pack_dataset(Dataset.from_list(rows), 10)
     with pytest.raises(ValueError, match="row 2 has 12 tokens, more than `row_length`=10.*`max_length`"):
         pack_dataset(documents([3, 4, 12]), 10)
+
+
+@pytest.mark.parametrize("count", [2_000, 20_000])
+def test_rows_are_filled_on_log_normal_lengths(count):
+    """Mean 1,500, sigma 1, at most 8,192, packed window by window: at least 97%, and 99% are measured."""
+    generator = np.random.default_rng(0)
+    lengths = np.clip(generator.lognormal(np.log(1500) - 0.5, 1, count).astype(int), 3, 8192)
+    scaled = np.maximum(lengths // 16, 1)  # a sixteenth in size, so that the data is small
+    dataset = Dataset.from_dict(
+        {
+            **{name: [np.zeros(length, np.int32) for length in scaled] for name in ("input_ids", "turn_ids")},
+            "loss_mask": [np.zeros(length, np.uint8) for length in scaled],
+            "length": scaled.astype(np.int32),
+        }
+    )
+    packed = pack_dataset(dataset, 512)
+    assert sorted(length for row in packed["document_lengths"] for length in row) == sorted(scaled)
+    assert scaled.sum() / (512 * len(packed)) > 0.99
+
+
+def test_epochs_take_the_rows_in_other_orders_and_runs_in_the_same(tmp_path):
+    """Rows are packed once; the trainer's sampler shuffles them, anew in every epoch and equally for a seed."""
+    from accelerate.data_loader import prepare_data_loader
+    from torch.utils.data import DataLoader, RandomSampler
+
+    packed = pack_dataset(documents([5] * 40), 10)
+
+    def epochs(seed):
+        loader = DataLoader(
+            packed,
+            batch_size=1,
+            collate_fn=lambda rows: rows[0]["input_ids"][0] // 1000,
+            sampler=RandomSampler(packed),
+        )
+        loader = prepare_data_loader(loader, put_on_device=False, use_seedable_sampler=True, data_seed=seed)
+        found = []
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            found.append(list(loader))
+        return found
+
+    first = epochs(3)
+    assert len({tuple(order) for order in first}) == 3 and len({frozenset(order) for order in first}) == 1
+    assert first == epochs(3) != epochs(4)
