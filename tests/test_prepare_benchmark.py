@@ -27,4 +27,4 @@ def test_runs_on_few_tokens(tmp_path, monkeypatch):
     assert packing["filled"] > 0.9
     result = {"machine": {"device": "x"}, "tokenizer": "y", "speed": speed, "packing": [packing]}
     text = prepare.to_markdown(json.loads(json.dumps({**result, "memory": [{"bytes": 5, **memory}]})))
-    assert text.count("| --- |") == 3 and f"{speed['tokens']:,} tokens" in text
+    assert text.count("\n## ") == 3 and f"{speed['tokens']:,} tokens" in text
