@@ -19,7 +19,8 @@ from .run_record import sources_of
 WEIGHT_FILES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 # The data arguments that decide the rows and can be compared without the data.
 DATA_ARGUMENTS = (
-    "dataset_config", "split", "eval_split", "eval_fraction", "packing", "row_length", "max_length", "chat_template",
+    "dataset_weights", "mixture_strategy", "deduplicate", "max_rows", "dataset_config", "split", "eval_split",
+    "eval_fraction", "packing", "row_length", "max_length", "split_long_documents", "chat_template",
     "chat_template_kwargs", "messages_column", "text_column", "assistant_marker", "user_marker", "end_of_turn_marker",
 )  # fmt: skip
 _WINDOW, _WINDOWS = 256, 1024  # bytes of a weight file that are read, and at how many places

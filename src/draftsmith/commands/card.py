@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
+from ..data.files import written_whole
 from ..hub import make_card
 from ..model_card import RUN_FILE, License, RunRecord, Source, check_card
 from ..model_card.metadata import is_hub_id
@@ -18,7 +19,6 @@ from ..models.eagle3 import Eagle3DraftConfig
 from ..serving.speculators import is_speculators_config
 from .arguments import check_local_path, check_output
 from .parsing import parse, usage_errors
-from .prepare import written_whole
 
 
 # Of an evaluation, what a card shows.

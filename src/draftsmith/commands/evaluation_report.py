@@ -8,8 +8,8 @@ from operator import add
 from pathlib import Path
 from typing import Any
 
+from ..data.files import write_json, written_whole
 from ..speculative import Acceptance
-from .prepare import write_json, written_whole
 
 
 @dataclass

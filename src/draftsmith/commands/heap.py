@@ -11,9 +11,9 @@ from unittest import mock
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from ..data.files import written_whole
 from ..models.eagle3 import Eagle3DraftModel, unroll_eagle3
 from ..planning import GIB
-from .prepare import written_whole
 
 
 MARK = "phase: "  # sets our marks apart from the profiler's other events

@@ -10,13 +10,13 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import planning
+from ..data.files import write_json
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..ops import OBJECTIVES
 from ..ops.streaming_loss.chunking import choose_chunk_size
 from ..target import auto_class_of
 from .arguments import DraftArguments, TargetArguments, check_output
 from .parsing import parse, usage_errors
-from .prepare import write_json
 
 
 QUANTISED_BYTES = {"mxfp4": 4.25 / 8, "fp8": 1.0, "gptq": 4.5 / 8, "awq": 4.5 / 8}  # per weight of a layer, scales too

@@ -21,12 +21,12 @@ import transformers
 from torch import Tensor
 
 from ..data import DraftCollator
+from ..data.files import write_json
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..ops.streaming_loss.reference import reference_draft_loss
 from .arguments import DraftArguments, TargetArguments, check_output
 from .heap import BACKWARD, Heap, attempt, draw, mark, marked, record, unit_of
 from .parsing import parse, usage_errors
-from .prepare import write_json
 
 
 MOST_ROWS_ON_CPU = 1024  # the kernel ends a process that takes too much, with nothing to catch

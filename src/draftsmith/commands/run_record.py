@@ -10,6 +10,10 @@ from ..models.eagle3 import Eagle3DraftModel
 from .arguments import DraftArguments, TargetArguments
 
 
+DECIDED = ("max_length", "packing", "row_length", "eval_fraction")  # data arguments of every recipe
+CHOSEN = ("dataset_weights", "deduplicate", "max_rows", "split_long_documents")  # said only where they were given
+
+
 def with_sources(
     record: RunRecord,
     target_args: TargetArguments,
@@ -29,7 +33,8 @@ def with_sources(
         datasets=sources_of(data_args.dataset, data_args.split, data.train),
         eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
-        recipe={name: getattr(data_args, name) for name in ("max_length", "packing", "row_length", "eval_fraction")},
+        recipe={name: getattr(data_args, name) for name in DECIDED}
+        | {name: value for name in CHOSEN if (value := getattr(data_args, name))},
     )
 
 

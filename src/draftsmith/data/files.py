@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+PART = ".part-"  # what a name begins with while its file is written
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Another name to write to: `path` appears once all is written, or not at all."""
-    unfinished = path.with_name(f".{path.name}")
+    """Another name to write to: `path` appears once all is on the disk, or not at all."""
+    unfinished = path.with_name(f"{PART}{path.name}")
     try:
         yield unfinished
-        os.replace(unfinished, path)
+        synchronize(unfinished)
+        unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -21,3 +25,9 @@ def written_whole(path: Path) -> Iterator[Path]:
 def write_json(value: object, path: Path) -> None:
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def synchronize(path: Path) -> None:
+    """Wait until the file is on the disk: a name may survive a power failure that its content does not."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

@@ -5,18 +5,17 @@ Until then the same content, without `files`, is `unfinished.json`: a run that w
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from ..files import written_whole
 
 
 FORMAT = 1  # raised whenever caches are written that an earlier reader would misread
 INDEX, UNFINISHED = "index.json", "unfinished.json"
 TARGET = "target"  # directory of config, tokenizer, embedding and head
-PART = ".part-"  # what a name begins with while its file is written
 
 
 @dataclass
@@ -25,13 +24,9 @@ class Split:
 
     Attributes:
         shards: row numbers `[start, stop]` of each.
-        documents, num_tokens, supervised_tokens: for statistics.
     """
 
     shards: list[list[int]]
-    documents: int
-    num_tokens: int
-    supervised_tokens: int
 
     @property
     def rows(self) -> int:
@@ -124,21 +119,3 @@ def digest_of(path: Path) -> str:
         while chunk := file.read(2**22):
             digest.update(chunk)
     return digest.hexdigest()
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Another name to write to: `path` appears once all is on the disk, or not at all."""
-    unfinished = path.with_name(f"{PART}{path.name}")
-    try:
-        yield unfinished
-        synchronize(unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def synchronize(path: Path) -> None:
-    """Wait until the file is on the disk: a name may survive a power failure that its content does not."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

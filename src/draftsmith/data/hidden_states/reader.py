@@ -10,7 +10,8 @@ from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..arguments import DatasetStatistics, PreparedData
+from ..pipeline import PreparedData
+from ..statistics import dataset_statistics
 from .coding import DECODERS
 from .manifest import INDEX, TARGET, UNFINISHED, Manifest, digest_of, is_shard
 
@@ -107,9 +108,6 @@ class HiddenStateCache:
 
     def prepared_data(self) -> PreparedData:
         """The rows without states, as `prepare_datasets` returns them."""
-        parts, statistics = {}, {}
-        for name, split in self.manifest.splits.items():
-            parts[name] = Dataset.from_file(str(self.directory / f"{name}.arrow"))
-            counts = (split.rows, split.documents, split.num_tokens, split.supervised_tokens)
-            statistics[name] = DatasetStatistics(*counts)
+        parts = {name: Dataset.from_file(str(self.directory / f"{name}.arrow")) for name in self.manifest.splits}
+        statistics = {name: dataset_statistics(part) for name, part in parts.items()}
         return PreparedData(parts["train"], parts.get("evaluation"), statistics, {})

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from datasets import Dataset
 from safetensors import SafetensorError
@@ -17,19 +16,9 @@ from tqdm.auto import tqdm
 
 from ... import alignment
 from ..collator import DraftCollator
+from ..files import PART, synchronize, written_whole
 from .coding import Arrays, encode_bfloat16, encode_float8
-from .manifest import (
-    INDEX,
-    PART,
-    TARGET,
-    UNFINISHED,
-    Manifest,
-    Split,
-    digest_of,
-    shard_stem,
-    synchronize,
-    written_whole,
-)
+from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of, shard_stem
 
 
 _ENTRY = 70  # bytes of one array in the header of a shard, apart from its name
@@ -58,7 +47,6 @@ def plan_split(rows: Dataset, *, layers: int, width: int, shard_bytes: int) -> t
         The split, and of each row how many states it needs: `(layers * context + teacher)` of `width` numbers each.
     """
     bounds, states, filled = [0], [], 0  # type: ignore[var-annotated]
-    documents = num_tokens = supervised = 0
     table = rows.with_format("numpy")
     for number, row in enumerate(tqdm(table, desc="Planning", unit="row", leave=False)):  # type: ignore[arg-type]
         needed = NeededRows.of(row)
@@ -68,11 +56,7 @@ def plan_split(rows: Dataset, *, layers: int, width: int, shard_bytes: int) -> t
             bounds.append(number)
             filled = 0
         filled += size
-        documents += len(row.get("document_lengths", (0,)))
-        num_tokens += len(row["input_ids"])
-        supervised += int(np.count_nonzero(row["loss_mask"]))
-    shards = [list(pair) for pair in pairwise([*bounds, len(states)])]
-    return Split(shards, documents, num_tokens, supervised), states
+    return Split([list(pair) for pair in pairwise([*bounds, len(states)])]), states
 
 
 class CacheWriter:
