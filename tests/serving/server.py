@@ -37,6 +37,12 @@ class Server:
         }
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @contextmanager
 def running_server(target: Path, head: Path | None, num_draft_tokens: int, **options: Any) -> Iterator[Server]:
     """Serve `target` with `head`, or alone, on a free port of this machine.
@@ -49,9 +55,7 @@ def running_server(target: Path, head: Path | None, num_draft_tokens: int, **opt
     Raises:
         ServerError: the server ended before it was healthy; with the end of its log.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     flags = [
         part
         for name, value in {**options, "host": "127.0.0.1"}.items()

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +19,10 @@ from tqdm.auto import tqdm
 from ..data import DataArguments, DraftCollator, prepare_datasets
 from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, stored_size
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
+from ..serving.servers import ServerError
 from ..target import FrozenTarget, TargetStates
 from .arguments import OptionalTargetArguments
+from .cache_servers import CacheServerArguments, served_target
 from .cached_sources import manifest_of, save_target
 from .parsing import UsageError, parse, usage_errors
 
@@ -51,7 +54,8 @@ class CacheArguments:
         default=1,
         metadata={
             "help": "Rows that the target runs at once. With 1, training at `per_device_train_batch_size` 1 meets the "
-            "very bits that it would have computed; padding beside longer rows may round otherwise."
+            "very bits that it would have computed; padding beside longer rows may round otherwise. "
+            "A server gets the documents of so many rows at once: pass 16, say."
         },
     )
     shard_mib: int = field(
@@ -70,22 +74,38 @@ class CacheArguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the cache, on every rank a part of it, or go on with one that was begun; or verify it."""
-    target_args, data_args, args = parse((OptionalTargetArguments, DataArguments, CacheArguments), argv)
+    target_args, data_args, args, server_args = parse(
+        (OptionalTargetArguments, DataArguments, CacheArguments, CacheServerArguments), argv
+    )
     if args.verify:
         return verify(args.output_dir)
+    with ExitStack() as stack:
+        write(target_args, data_args, args, server_args, stack)
+
+
+def write(
+    target_args: OptionalTargetArguments,
+    data_args: DataArguments,
+    args: CacheArguments,
+    server_args: CacheServerArguments,
+    stack: ExitStack,
+) -> None:
+    """`main` but for `verify`; a server that is launched ends with `stack`."""
     ranks = PartialState(cpu=not torch.accelerator.is_available())
     with usage_errors():
         target_args.require()
+        server_args.check(target_args, ranks.num_processes)
         tokenizer = target_args.load_tokenizer()
         with ranks.main_process_first():
             data = prepare_datasets(data_args, tokenizer)
-        model: Any = target_args.load()
-        if model.device.type == "cpu":  # one that was quantised onto devices stays where it is
-            model.to(ranks.device)
-        depth = model.config.get_text_config(decoder=True).num_hidden_layers
-        target = FrozenTarget(model, resolve_aux_layer_ids(args.aux_layer_ids, depth))
         rows = {"train": data.train} | ({} if data.evaluation is None else {"evaluation": data.evaluation})
+        target: Any
+        if server_args.engine == "vllm":
+            target = stack.enter_context(served_target(target_args, args, server_args, rows))
+        else:
+            target = _loaded_target(target_args, args, ranks.device)
         manifest, states = manifest_of(target_args, data_args, args, data, target, tokenizer, rows)
+        manifest.target["engine"] = server_args.engine
         writer = CacheWriter(Path(args.output_dir), manifest)
         if ranks.is_main_process:
             writer.begin(rows, lambda directory: save_target(target, tokenizer, directory))
@@ -96,11 +116,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             _check_space(writer, rows, states, missing, forward)
     ranks.wait_for_everyone()
     own = missing[ranks.process_index :: ranks.num_processes]
-    _write(writer, rows, own, forward, args.batch_size, is_shown=ranks.is_main_process)
+    try:
+        _write(writer, rows, own, forward, args.batch_size, is_shown=ranks.is_main_process)
+    except ServerError as error:
+        raise UsageError(f"{error}\nWhat is written is kept: the same command goes on from there.") from error
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         size = writer.finish()
         print(f"{size / GIB:.4g} GiB written. Train with `draftsmith train --hidden_states {args.output_dir}`.")
+
+
+def _loaded_target(target_args: OptionalTargetArguments, args: CacheArguments, device: torch.device) -> FrozenTarget:
+    model: Any = target_args.load()
+    if model.device.type == "cpu":  # one that was quantised onto devices stays where it is
+        model.to(device)
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    return FrozenTarget(model, resolve_aux_layer_ids(args.aux_layer_ids, depth))
 
 
 def verify(directory: str) -> None:
@@ -117,7 +148,7 @@ def verify(directory: str) -> None:
     print(f"{directory}: all {len(cache.manifest.files)} files are as they were written.")
 
 
-def _forward_of(target: FrozenTarget, device: torch.device) -> Forward:
+def _forward_of(target: Any, device: torch.device) -> Forward:
     def forward(batch: Mapping[str, Any]) -> TargetStates:
         return target(**{name: batch[name].to(device) for name in ("input_ids", "position_ids", "document_ids")})
 

@@ -17,6 +17,8 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from transformers import HfArgumentParser
 
+from ..serving.servers import ServerError
+
 
 class UsageError(Exception):
     """The user's input is wrong; the message says where, why and what to do. Printed without a traceback."""
@@ -209,5 +211,5 @@ def usage_errors() -> Iterator[None]:
     """What loading and checking raise for unusable input becomes a [`UsageError`], before long work starts."""
     try:
         yield
-    except (ValueError, OSError, ImportError, StrictDataclassError) as error:  # the last one: of a broken config
+    except (ValueError, OSError, ImportError, ServerError, StrictDataclassError) as error:  # the last: a broken config
         raise UsageError(str(error)) from error

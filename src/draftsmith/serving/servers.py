@@ -12,12 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 
 ENGINES = ("vllm", "sglang", "openai")
 ANSWER_SECONDS = 3600
 DEFAULT_PORT = 8000
+T = TypeVar("T")
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
@@ -32,6 +33,10 @@ class ServerError(RuntimeError):
     def __init__(self, message: str, status: int | None = None, retry_after: str | None = None):
         super().__init__(message)
         self.status, self.retry_after = status, retry_after
+
+
+class ConnectionFailedError(ServerError):
+    """A server that cannot be reached, or broke its answer off: the same request may succeed later."""
 
 
 def launch_command(
@@ -132,7 +137,7 @@ class Server:
     def complete(self, prompts: Sequence[list[int]], *, max_new_tokens: int, temperature: float) -> list[Answer]:
         """Answers to prompts of token ids, asked for all at once."""
         ask = self._ask_sglang if self.engine == "sglang" else self._ask
-        return _all_at_once(lambda ids: ask(ids, max_new_tokens, temperature), prompts)
+        return all_at_once(lambda ids: ask(ids, max_new_tokens, temperature), prompts)
 
     def _ask(self, ids: list[int], max_new_tokens: int, temperature: float) -> Answer:
         request = {"model": self.model, "prompt": ids, "max_tokens": max_new_tokens, "temperature": temperature}
@@ -211,11 +216,13 @@ class Server:
                 f"{self.base_url}{path} answered {error.code}: {reason}", error.code, error.headers.get("Retry-After")
             ) from error
         except http.client.HTTPException as error:
-            raise ServerError(
+            raise ConnectionFailedError(
                 f"{self.base_url}{path} broke its answer off, or answered no HTTP ({error!r}): look into its log."
             ) from error
         except OSError as error:
-            raise ServerError(f"`base_url` {self.base_url} cannot be reached ({error}): is the server up?") from error
+            raise ConnectionFailedError(
+                f"`base_url` {self.base_url} cannot be reached ({error}): is the server up?"
+            ) from error
 
 
 _ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", re.IGNORECASE)
@@ -237,12 +244,12 @@ def _check_address(base_url: str) -> None:
         raise ValueError(f"`base_url` is {base_url!r}, not the address of a server: {remedy}.")
 
 
-def _all_at_once(ask: Callable[[list[int]], Answer], prompts: Sequence[list[int]]) -> list[Answer]:
+def all_at_once(ask: Callable[[list[int]], T], prompts: Sequence[list[int]]) -> list[T]:
     """`ask` of each prompt, in their order. The first failure, or Ctrl-C, leaves the others behind.
 
     A pool would wait for them, and so would the interpreter's end: daemon threads are not waited for.
     """
-    results: SimpleQueue[tuple[int, Answer | BaseException]] = SimpleQueue()
+    results: SimpleQueue[tuple[int, T | BaseException]] = SimpleQueue()
 
     def answer(index: int, ids: list[int]) -> None:
         try:
@@ -252,7 +259,7 @@ def _all_at_once(ask: Callable[[list[int]], Answer], prompts: Sequence[list[int]
 
     for index, ids in enumerate(prompts):
         Thread(target=answer, args=(index, ids), daemon=True).start()
-    answers: dict[int, Answer] = {}
+    answers: dict[int, T] = {}
     for _ in prompts:
         index, result = results.get()
         if isinstance(result, BaseException):
