@@ -20,6 +20,7 @@ ALLOWED = {
     "transformers_hooks": {"ops", "models"},  # the model classes that it registers, imported late
     "target_family": set(),
     "cached_target": {"target_family"},
+    "served_target": {"cached_target", "serving", "target", "target_family"},
     "compiled_forwards": {"transformers_hooks"},
     "tensor_parallel": {"ops", "target_family"},
     "target": {"compiled_forwards", "target_family", "tensor_parallel", "transformers_hooks"},

@@ -25,8 +25,9 @@ from .server import free_port
 pytestmark = pytest.mark.serving
 
 AUX, DEPTH = [2, 4, 5], 8
-# prompts longer than a step of the server, and one cached prefix that would be missing if it were not written
+# steps shorter than a document, and blocks short enough for a document to find its beginning cached
 FLAGS = ["--host", "127.0.0.1", "--enforce-eager", "--max-model-len", "128", "--max-num-batched-tokens", "64"]
+FLAGS += ["--block-size", "32"]
 
 
 def cpu_connector(directory: Path) -> list[str]:
