@@ -120,7 +120,8 @@ class ServedTarget:
         theirs = torch.tensor([*likeliest.values()])
         ours = torch.log_softmax(logits, -1)[[*likeliest]]
         error = float((ours - theirs).norm() / theirs.norm().clamp_min(1))
-        if not error <= torch.finfo(residual.dtype).eps ** 0.5:  # 9% in bf16, of which rounding takes a quarter
+        # 9% in bf16. Of SmolLM2's tokens rounding takes 1 to 3%, the layer before the last at least 19%, no norm 600%.
+        if not error <= torch.finfo(residual.dtype).eps ** 0.5:
             raise ServerError(
                 f"{self.server.base_url} takes token {max(likeliest, key=likeliest.__getitem__)} for the likeliest "
                 f"after the probe, but token {int(logits.argmax())} follows from its last hidden state by the norm "
