@@ -18,14 +18,15 @@ ALLOWED = {
     "serving": set(),
     "data": {"alignment"},
     "transformers_hooks": {"ops", "models"},  # the model classes that it registers, imported late
+    "revisions": set(),
     "target_family": set(),
     "cached_target": {"target_family"},
     "served_target": {"cached_target", "serving", "target", "target_family"},
     "compiled_forwards": {"transformers_hooks"},
     "tensor_parallel": {"ops", "target_family"},
-    "target": {"compiled_forwards", "target_family", "tensor_parallel", "transformers_hooks"},
+    "target": {"compiled_forwards", "revisions", "target_family", "tensor_parallel", "transformers_hooks"},
     # `target` alone reads a target's weights, `models` asks it for rows; heads in the layouts of `serving` load
-    "models": {"ops", "alignment", "hub", "serving", "target", "target_family"},
+    "models": {"ops", "alignment", "hub", "revisions", "serving", "target", "target_family"},
     "speculative": {"models", "target", "target_family", "transformers_hooks"},
     "hub": {"model_card", "serving"},
 }

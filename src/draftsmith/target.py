@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from draftsmith import target_family as family
 from draftsmith.compiled_forwards import CompiledForwards
+from draftsmith.revisions import note_commit
 from draftsmith.tensor_parallel import ShardGroup, sharded_loading
 from draftsmith.transformers_hooks import ATTENTION_NAME, UnsupportedAttentionError
 
@@ -99,6 +100,7 @@ def load_target(
             default = "eager" if softcapped else None
             model = auto_class.from_pretrained(name_or_path, attn_implementation=default, **options)
             logger.warning("%s Loaded with %r.", error, model.config._attn_implementation)
+        note_commit(model.config, name_or_path, revision)
         if gguf_file is not None:
             model.hf_quantizer = None  # the weights are plain now; left in place it would forbid `save_pretrained`
             model.config.__dict__.pop("quantization_config", None)

@@ -102,6 +102,17 @@ def test_unusable_configs_are_refused_before_anything_is_loaded(tmp_path, flags,
         train.main([*flags, *given, "--output_dir", str(tmp_path / "adapter")])
 
 
+def test_a_directory_with_the_other_kind_is_refused_before_anything_is_loaded(tmp_path, flags):
+    held = tmp_path / "held"
+    held.mkdir()
+    (held / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="holds an adapter"):
+        train.main([*flags, "--target", "no/target", "--output_dir", str(held)])
+    (held / "adapter_config.json").rename(held / "config.json")
+    with pytest.raises(UsageError, match="holds a head"):
+        train.main([*flags, "--draft", "x/y", "--peft_config", json.dumps(LORA), "--output_dir", str(held)])
+
+
 def test_the_benchmark_of_adaptation_runs_dry(tmp_path, target_dir, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     from benchmarks import adaptation

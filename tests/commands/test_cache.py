@@ -219,6 +219,26 @@ def test_a_target_of_the_hub_is_known_by_its_name_and_commit(states, monkeypatch
         check("user/tuned", "a" * 40)
 
 
+def test_an_adapter_of_the_hub_is_known_by_its_name_and_commit(states, monkeypatch):
+    adapter = {"name": "user/adapter", "kind": "hub", "revision": "a" * 40, "split": None, "rows": None}
+    cached = HiddenStateCache(states / "packed").manifest
+    of_hub = {"name": "user/target", "kind": "hub", "revision": None, "fingerprint": None, "adapter": adapter}
+    cached = replace(cached, target={**cached.target, **of_hub})
+    monkeypatch.setattr(TargetArguments, "load_tokenizer", lambda self: build_tokenizer(CHATML))
+    monkeypatch.setattr(TargetArguments, "config", lambda self: LlamaConfig())
+
+    def check(name, commit):
+        monkeypatch.setattr("draftsmith.commands.cached_sources.cached_commit", lambda name: commit)
+        target = TargetArguments("user/target", target_adapter=name)
+        refuse_other_sources(cached, target, DraftArguments(), DataArguments())
+
+    check("user/adapter", "a" * 40)
+    check("user/adapter", None)  # not known
+    for name, commit in (("user/adapter", "b" * 40), ("user/other", "a" * 40), (None, None)):
+        with pytest.raises(ValueError, match="`target_adapter`"):
+            check(name, commit)
+
+
 @pytest.fixture
 def copied(tmp_path, states):
     shutil.copytree(states / "packed", tmp_path / "packed")

@@ -1,20 +1,28 @@
 """`Eagle3Trainer` and the Hub: checked first, one commit of a head that serves, a run that outlives failures."""
 
+import errno
 import json
 import logging
+import os
+import signal
+import threading
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi, ModelCard, constants
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer
 from draftsmith.hub import HubError, push
 from draftsmith.model_card import RunRecord, check_card
+from draftsmith.revisions import cached_commit, commit_of
+from draftsmith.target import load_target
 
-from ..trainer.common import make_rows, make_target, make_trainer
+from ..trainer.common import BEST, make_rows, make_target, make_trainer
 from .heads import digests
 from .hub_server import OWNER_TOKEN
 
@@ -203,3 +211,181 @@ def test_repeating_a_finished_run_keeps_its_record(tmp_path, target, caplog):
     again.save_model()
     assert (tmp_path / "run" / "run.json").read_text() == before and again.is_repeated and not first.is_repeated
     assert "nothing was left to train" in caplog.text
+
+
+def adapter_trainer(tmp_path, target, base, **options):
+    config = LoraConfig(r=2, target_modules=["o_proj"])
+    draft = base if isinstance(base, Eagle3DraftModel) else Eagle3DraftModel.from_pretrained(base, target=target)
+    options = {"hub_model_id": "user/adapter", "trainer_class": partial(Eagle3Trainer, peft_config=config), **options}
+    return trainer_of(tmp_path, target, draft=draft, **options)
+
+
+def test_a_name_without_a_namespace_is_the_accounts_on_the_card_too(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target, hub_model_id=None)
+    trainer.train()
+    trainer.push_to_hub()
+    card = str(ModelCard.load("user/run"))
+    assert '"user/run"' in card and '"run"' not in card
+
+
+def test_an_edited_card_is_kept_and_pushed(hub, tmp_path, target, caplog):
+    trainer = trainer_of(tmp_path, target, max_steps=2, save_strategy="steps", save_steps=1, hub_strategy="every_save")
+    trainer.train()
+    trainer.push_to_hub()
+    card = tmp_path / "run" / "README.md"
+    edited = card.read_text().replace("# head", "# head\n\nOur own words.", 1)
+    card.write_text(edited)
+    trainer.push_to_hub()
+    trainer.train()  # whose pushes set the head aside
+    assert card.read_text() == edited and hub.files(REPOSITORY)["README.md"].decode() == edited
+    assert "was edited" in caplog.text
+
+
+def test_a_pull_request_proposes_to_main_wherever_the_run_pushes(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target, hub_revision="dev")
+    trainer.train()
+    trainer.push_to_hub()
+    assert trainer.push_to_hub(create_pr=True).pr_revision == "refs/pr/1"
+    with pytest.raises(ValueError, match="leave out `revision`"):
+        trainer.push_to_hub(create_pr=True, revision="dev")
+
+
+def test_checkpoints_that_rotation_deletes_still_arrive(hub, tmp_path, target, monkeypatch):
+    checkpoints, real_push = tmp_path / "run", push
+
+    def slow_push(directory, *args, **options):
+        if "path_in_repo" not in options:  # the head: its checkpoint comes after
+            deadline = time.monotonic() + 20
+            step = int(directory.parent.name.rpartition("-")[2])
+            while step < 3 and (checkpoints / f"checkpoint-{step}").exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        return real_push(directory, *args, **options)
+
+    monkeypatch.setattr("draftsmith.hub.push", slow_push)
+    options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}
+    trainer = trainer_of(tmp_path, target, hub_strategy="all_checkpoints", **options)
+    trainer.train()
+    assert not (checkpoints / "checkpoint-1").exists()
+    assert {"checkpoint-1/model.safetensors", "checkpoint-1/optimizer.pt"} <= files_of()
+    assert not list(checkpoints.glob("_push-*"))
+
+
+def test_a_disk_too_full_to_set_files_aside_costs_a_push_and_no_more(hub, tmp_path, target, monkeypatch, caplog):
+    save = Eagle3DraftModel.save_pretrained
+
+    def save_with_little_room(self, directory, *args, **options):
+        save(self, directory, *args, **options)
+        if "_push-1" in str(directory):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Eagle3DraftModel, "save_pretrained", save_with_little_room)
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
+    trainer = trainer_of(tmp_path, target, hub_strategy="every_save", **options)
+    trainer.train()
+    assert trainer.state.global_step == 2 and (tmp_path / "run" / "checkpoint-1").is_dir()
+    assert "step 1 did not reach the Hub" in caplog.text and "No space left" in caplog.text
+    commits = [commit.title for commit in HfApi().list_repo_commits(REPOSITORY)]
+    assert "Training in progress, step 2" in commits and "Training in progress, step 1" not in commits
+    assert not list((tmp_path / "run").glob("_push-*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_push(hub, tmp_path, target, monkeypatch, caplog, number):
+    released = threading.Event()
+    monkeypatch.setattr("draftsmith.hub.push", lambda *args, **options: released.wait(60))
+    trainer = trainer_of(tmp_path, target, hub_strategy="every_save", save_strategy="steps", save_steps=1)
+    sender = threading.Timer(4, os.kill, (os.getpid(), number))
+    sender.start()
+    begun = time.monotonic()
+    try:
+        trainer.train()
+    finally:
+        sender.cancel()
+        waited, is_pushing = time.monotonic() - begun, trainer.is_pushing
+        released.set()
+    assert waited < 30 and is_pushing
+    assert trainer.stopped_by == number and trainer.state.global_step == 1
+    assert "local files are whole" in caplog.text and "trainer.push_to_hub" in caplog.text
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").is_file()
+    trainer.push_to_hub()  # waits for what is under way
+
+
+def test_the_record_of_the_best_head_is_of_its_step(tmp_path, target):
+    rows = make_rows([11, 13], seed=3)
+    options = {**BEST, "push_to_hub": False, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = trainer_of(tmp_path, target, eval_rows=rows, **options)
+    trainer.train()
+    trainer.save_model()
+    best = Path(trainer.state.best_model_checkpoint)
+    losses = {entry["step"]: entry for entry in trainer.state.log_history if "eval_loss" in entry}
+    assert best.name == "checkpoint-1" and losses[1]["eval_loss"] > losses[3]["eval_loss"]
+    record = RunRecord.load(tmp_path / "run")
+    assert (record.recipe["steps"], record.recipe["steps_run"]) == (1, 3)
+    assert record.eval_metrics["eval_loss"] == losses[1]["eval_loss"]
+    assert record.train_metrics["step"] == 1 and record.tokens_seen == record.train_metrics["num_tokens"]
+    trainer.evaluate()
+    trainer.save_record()
+    again = RunRecord.load(tmp_path / "run").eval_metrics
+    assert again["eval_loss"] == pytest.approx(losses[1]["eval_loss"], rel=1e-3) and again["step"] == 1
+
+
+def test_a_repeated_run_is_known_by_resuming_from_the_last_checkpoint_too(tmp_path, target):
+    options = {"save_strategy": "steps", "save_steps": 1, "push_to_hub": False}
+    trainer_of(tmp_path, target, **options).train()
+    again = trainer_of(tmp_path, target, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.is_repeated
+
+
+def test_an_adapter_records_the_commits_that_it_was_trained_on(hub, tmp_path, target):
+    api = HfApi()
+    api.create_repo("user/target")
+    api.upload_folder(repo_id="user/target", folder_path=str(tmp_path / "target"))
+    torch.manual_seed(1)
+    Eagle3DraftModel.from_target(target).push_to_hub("user/base")
+    api.create_branch("user/base", branch="v1")
+    torch.manual_seed(2)
+    Eagle3DraftModel.from_target(target).push_to_hub("user/base")
+    commits = {branch.name: branch.target_commit for branch in api.list_repo_refs("user/base").branches}
+    hub_target = AutoModelForCausalLM.from_pretrained("user/target", dtype=torch.bfloat16)
+    base = Eagle3DraftModel.from_pretrained("user/base", target=hub_target, revision="v1")
+    trainer = adapter_trainer(tmp_path, hub_target, base)
+    trainer.train()
+    trainer.push_to_hub()
+    config = json.loads(hub.files("user/adapter")["adapter_config.json"])
+    assert (config["base_model_name_or_path"], config["revision"]) == ("user/base", commits["v1"])
+    record = RunRecord.load(tmp_path / "run")
+    assert record.draft.revision == commits["v1"] != commits["main"]
+    assert record.target.revision == api.model_info("user/target").sha
+    merged = Eagle3DraftModel.from_pretrained("user/adapter", target=hub_target)
+    assert torch.equal(merged.fc.weight, base.fc.weight)
+    assert merged.config._commit_hash == api.model_info("user/adapter").sha
+    config["revision"] = "main"  # the commit is not pinned, and main has moved on
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        (tmp_path / "moved" / name).write_bytes((tmp_path / "run" / name).read_bytes())
+    (tmp_path / "moved" / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="user/base has other weights than in training"):
+        Eagle3DraftModel.from_pretrained(tmp_path / "moved", target=hub_target)
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_the_commit_of_what_is_loaded_is_known(hub, tmp_path, target, offline, monkeypatch):
+    api = HfApi()
+    api.create_repo("user/target")
+    api.upload_folder(repo_id="user/target", folder_path=str(tmp_path / "target"))
+    first = api.model_info("user/target").sha
+    api.create_tag("user/target", tag="v1")
+    load_target("user/target", revision="v1")
+    (tmp_path / "target" / "NOTES").write_text("more")
+    api.upload_folder(repo_id="user/target", folder_path=str(tmp_path / "target"))
+    second = api.model_info("user/target").sha
+    load_target("user/target")
+    if offline:
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for revision, commit in ((None, second), ("main", second), ("v1", first), (first, first)):
+        assert commit_of(load_target("user/target", revision=revision).config) == commit
+        assert cached_commit("user/target", revision) == commit
+    assert commit_of(AutoModelForCausalLM.from_pretrained("user/target").config) in (None, second)  # of two
+    assert commit_of(target.config) is None and commit_of(make_target().config) is None
+    assert "_commit_hash" not in load_target("user/target").config.to_dict()

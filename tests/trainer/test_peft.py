@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from peft import (
+    AdaLoraConfig,
     IA3Config,
     LNTuningConfig,
     LoHaConfig,
@@ -24,10 +25,12 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, LlamaForCausalLM
 
-from draftsmith import Eagle3DraftModel, Eagle3Trainer, target_family
+from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments, target_family
 from draftsmith.target import FrozenTarget, load_target
-from draftsmith.trainer.adapters import read_peft_config
+from draftsmith.trainer import adapters
+from draftsmith.trainer.adapter_configs import read_peft_config
 from draftsmith.trainer.decoding import served_head
+from tests.hub.heads import digests
 from tests.models.test_unroll import assert_same, drafts_serially, make_batch, make_model
 
 from .common import BEST, SAVING, assert_equal_weights, logged, make_rows, make_target, make_trainer, weights_of
@@ -513,3 +516,158 @@ def test_a_head_learns_from_an_adapted_target_merged_or_not(tmp_path):
     torch.testing.assert_close(
         states.aux_hidden_states, torch.cat([expected[i] for i in (2, 4, 5)], -1), rtol=1e-4, atol=1e-4
     )
+
+
+# What a saved adapter starts from
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora", "orthogonal", "gaussian"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_initialisations_that_change_the_base_head_load_as_they_were_trained(tmp_path, base, how, dtype):
+    config = LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=how)
+    trainer = adapter_trainer(tmp_path, base, config, draft=load(base, dtype=dtype), bf16=dtype == torch.bfloat16)
+    trainer.train()
+    trainer.save_model()
+    live, loaded = copy.deepcopy(trainer.model).float().merge_and_unload(), load(tmp_path)
+    for name, weight in live.named_parameters():
+        difference = (loaded.get_parameter(name) - weight).abs().max()
+        assert difference <= (1e-4 if dtype == torch.float32 else 2e-2) * weight.abs().max(), name
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_initialisations_that_differ_each_time_are_refused(tmp_path, base, prepared):
+    config = LoraConfig(r=4, target_modules=LINEAR, init_lora_weights="pissa_niter_2")
+    if not prepared:
+        with pytest.raises(ValueError, match="pissa_niter_2.*otherwise every time"):
+            adapter_trainer(tmp_path, base, config)
+        return
+    with pytest.raises(ValueError, match="pissa_niter_2.*path_initial_model"):
+        adapter_trainer(tmp_path, base, None, draft=get_peft_model(load(base), config))
+
+
+def test_initialisations_from_data_are_refused(tmp_path, base):
+    from peft import LoraGAConfig
+
+    head = load(base)
+    config = LoraConfig(r=4, target_modules=["fc"], init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+    torch.manual_seed(1)
+    head.fc._peft_loraga_grad = torch.randn_like(head.fc.weight)
+    with pytest.raises(ValueError, match="lora_ga.*otherwise every time"):
+        adapter_trainer(tmp_path, base, config, draft=head)
+    with pytest.raises(ValueError, match="eigens"):
+        adapter_trainer(tmp_path, base, LoraConfig(r=4, target_modules=["fc"], init_lora_weights="corda"))
+
+
+def test_the_check_of_the_start_leaves_the_random_numbers_of_the_run_alone(tmp_path, base):
+    states = []
+    for check in (True, False):
+        config = LoraConfig(r=4, target_modules=["fc"], init_lora_weights="pissa")
+        draft = load(base)
+        torch.manual_seed(7)
+        if check:
+            adapters.adapted(draft, config, Eagle3TrainingArguments(str(tmp_path), report_to="none", use_cpu=True))
+        else:
+            get_peft_model(draft, config)
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_not_merged_into_another_head_at_the_same_place(tmp_path, base, dtype):
+    shutil.copytree(base, tmp_path / "base")
+    trainer = adapter_trainer(tmp_path / "run", None, draft=load(tmp_path / "base", dtype=dtype))
+    trainer.save_model()
+    load(tmp_path / "run")
+    load(tmp_path / "run", dtype=torch.bfloat16)  # the same head
+    load(tmp_path / "run", dtype=torch.float16)
+    other = load(base)
+    other.norm.weight.data *= 1.02
+    other.save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="other weights than in training"):
+        load(tmp_path / "run")
+
+
+def test_an_adapter_of_others_says_nothing_of_its_base_and_loads(tmp_path, base):
+    get_peft_model(load(base), METHODS["lora"]).save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path).norm.weight, load(base).norm.weight)
+
+
+# What one directory holds
+
+
+def test_a_directory_holds_a_head_or_an_adapter(tmp_path, base):
+    adapter_trainer(tmp_path / "adapter", base).save_model()
+    before = digests(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="`output_dir`.*holds an adapter.*name another"):
+        make_trainer(tmp_path / "adapter", make_rows(LENGTHS))
+    head = make_trainer(tmp_path / "head", make_rows(LENGTHS))
+    head.save_model()
+    with pytest.raises(ValueError, match="holds an adapter"):
+        head.save_model(str(tmp_path / "adapter"))
+    assert digests(tmp_path / "adapter") == before
+    with pytest.raises(ValueError, match="`output_dir`.*holds a head.*name another"):
+        adapter_trainer(tmp_path / "head", base)
+    adapter_trainer(tmp_path / "adapter", base).save_model()  # another of the kind is as good
+
+
+# More refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LoraConfig(target_modules=["q_proj"], trainable_token_indices={"lm_head": [1]}), "trainable_token_indices"),
+        (AdaLoraConfig(target_modules=["q_proj"], total_step=10), "ADALORA.*ranks.*pass LoRA"),
+        (LoraConfig(target_modules=["q_proj"], lora_bias=True), "lora_bias.*leave it out"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_what_could_not_be_trained_or_loaded_is_refused_by_name(tmp_path, base, config, message, wrapped):
+    draft = load(base)
+    if wrapped:
+        if message == "trainable_token_indices":
+            pytest.skip("peft itself cannot put it on")
+        draft = get_peft_model(draft, copy.deepcopy(config))
+    with pytest.raises(ValueError, match=f"peft_config.*{message}"):
+        adapter_trainer(tmp_path, base, None if wrapped else config, draft=draft)
+
+
+def test_a_name_that_ends_that_of_a_list_is_refused(tmp_path):
+    draft = Eagle3DraftModel.from_target(make_target(), fc_norm=True)
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"])
+    with pytest.raises(ValueError, match="`norm`.*`fc_norm`.*ModuleList.*LNTuningConfig"):
+        adapter_trainer(tmp_path, None, config, draft=draft)
+
+
+def write_base(directory, name):
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": str(name)}))
+
+
+def test_a_base_that_is_nowhere_is_named(tmp_path, base, monkeypatch):
+    adapter_trainer(tmp_path / "run", base).save_model()
+    monkeypatch.chdir(tmp_path)
+    for name, message in (
+        ("./heads/base", "does not exist in"),
+        ("heads/base", "no directory seen from"),
+        ("a/b/c", "does not exist in"),
+    ):
+        write_base(tmp_path / "run", name)
+        with pytest.raises(ValueError, match=f"base head {name} .*{message}.*"):
+            load(tmp_path / "run")
+    shutil.copytree(base, tmp_path / "heads" / "base")
+    write_base(tmp_path / "run", "heads/base")
+    load(tmp_path / "run")
+
+
+def test_adapters_on_each_other_are_refused(tmp_path, base, monkeypatch):
+    for name in ("one", "two"):
+        adapter_trainer(tmp_path / name, base).save_model()
+    write_base(tmp_path / "one", tmp_path / "two")
+    write_base(tmp_path / "two", tmp_path / "one")
+    with pytest.raises(ValueError, match="on itself in the end"):
+        load(tmp_path / "one")
+    monkeypatch.chdir(tmp_path)
+    write_base(tmp_path / "one", "one")
+    with pytest.raises(ValueError, match="on itself in the end"):
+        load(tmp_path / "one")

@@ -18,9 +18,10 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..models.eagle3 import Eagle3DraftConfig
 from ..models.eagle3.adapters_eagle3 import is_adapter
+from ..revisions import note_commit
 from ..target import load_target
 from ..tensor_parallel import check_placement
-from ..trainer.adapters import read_peft_config
+from ..trainer.adapter_configs import read_peft_config
 
 
 def check_local_path(name: str, value: str) -> None:
@@ -94,7 +95,9 @@ class TargetArguments:
             raise ValueError(f"`target_dtype` is {self.target_dtype!r}: pass one of {', '.join(DTYPES)}.")
 
     def config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(self.target, **self._source())
+        config = AutoConfig.from_pretrained(self.target, **self._source())
+        note_commit(config, self.target, self.target_revision)
+        return config
 
     def generation_config(self) -> GenerationConfig:
         """How its authors recommend to sample; empty if they say nothing."""

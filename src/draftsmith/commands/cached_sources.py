@@ -11,6 +11,7 @@ from ..cached_target import save_ends
 from ..data import DataArguments, PreparedData, read_template, tokenizer_fingerprint
 from ..data.hidden_states import Manifest, plan_split
 from ..model_card import Source
+from ..revisions import cached_commit, commit_of
 from ..target import FrozenTarget
 from .arguments import DraftArguments, TargetArguments
 from .run_record import sources_of
@@ -41,7 +42,7 @@ def manifest_of(
     planned = {
         name: plan_split(part, layers=layers, width=width, shard_bytes=shard_bytes) for name, part in rows.items()
     }
-    identity = target_identity(target_args, vars(target.model.config).get("_commit_hash"))
+    identity = target_identity(target_args, commit_of(target.model.config))
     identity |= {"dtype": str(target.model.dtype).removeprefix("torch."), "precision": target.precision}
     manifest = Manifest(
         target=identity,
@@ -73,7 +74,7 @@ def target_identity(target_args: TargetArguments, revision: str | None) -> dict[
         "revision": source.revision,
         "fingerprint": _fingerprint(target_args.target, target_args.target_gguf_file),
         "gguf_file": target_args.target_gguf_file,
-        "adapter": None if adapter is None else asdict(Source.of(adapter)),
+        "adapter": None if adapter is None else asdict(Source.of(adapter, revision=cached_commit(adapter))),
         "adapter_fingerprint": None if adapter is None else _fingerprint(adapter, None),
     }
 
@@ -114,7 +115,7 @@ def refuse_other_sources(
 
 
 def _other_target(manifest: Manifest, target_args: TargetArguments) -> Iterator[str]:
-    ours, cached = target_identity(target_args, vars(target_args.config()).get("_commit_hash")), manifest.target
+    ours, cached = target_identity(target_args, commit_of(target_args.config())), manifest.target
     # A directory is known by its weights, wherever it lies; a repository of the Hub by its name and commit.
     is_local = None not in (ours["fingerprint"], cached["fingerprint"])
     if is_local and ours["fingerprint"] != cached["fingerprint"]:
@@ -125,10 +126,7 @@ def _other_target(manifest: Manifest, target_args: TargetArguments) -> Iterator[
         not is_local and None not in (revisions := (ours["revision"], cached["revision"])) and len(set(revisions)) > 1
     ):
         yield f"`target` {ours['name']} is at revision {revisions[0]}, the cache's at {revisions[1]}"
-    known_by = (
-        "adapter" if None in (ours["adapter_fingerprint"], cached["adapter_fingerprint"]) else "adapter_fingerprint"
-    )
-    if ours[known_by] != cached[known_by]:
+    if _adapter_identity(ours, cached) != _adapter_identity(cached, ours):
         names = [None if adapter is None else adapter["name"] for adapter in (ours["adapter"], cached["adapter"])]
         yield f"`target_adapter` is {names[0]}, the cache's {names[1]}, or of other weights"
     if ours["gguf_file"] != cached["gguf_file"]:
@@ -137,6 +135,15 @@ def _other_target(manifest: Manifest, target_args: TargetArguments) -> Iterator[
         yield f"`target_dtype` is {target_args.target_dtype}, the cache's {cached['dtype']}"
     if tokenizer_fingerprint(target_args.load_tokenizer()) != manifest.tokenizer:
         yield f"the tokenizer or chat template of `target` {ours['name']} is not that of the cache"
+
+
+def _adapter_identity(ours: Mapping[str, Any], other: Mapping[str, Any]) -> Any:
+    """What tells the adapter of one target from that of another: its weights, or else its name and commit if known."""
+    if None not in (ours["adapter_fingerprint"], other["adapter_fingerprint"]):
+        return ours["adapter_fingerprint"]
+    adapters = [ours["adapter"], other["adapter"]]
+    is_known = None not in adapters and all(adapter["revision"] for adapter in adapters)
+    return ours["adapter"] if is_known or adapters[0] is None else {**adapters[0], "revision": None}
 
 
 def _other_data(manifest: Manifest, data_args: DataArguments) -> Iterator[str]:

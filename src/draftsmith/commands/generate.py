@@ -35,6 +35,7 @@ from ..generation import (
 )
 from ..model_card import Source
 from ..model_card.run_record import library_versions
+from ..revisions import commit_of
 from ..serving.launching import sigterm_raises
 from ..serving.servers import Server, ServerError
 from .arguments import TargetArguments
@@ -160,7 +161,7 @@ def _settings(
 ) -> dict[str, Any]:
     """What decides the answers and what is kept of them; no path, no address, no key."""
     config = target_args.config()
-    revision = vars(config).get("_commit_hash") or target_args.target_revision
+    revision = commit_of(config) or target_args.target_revision
     adapter = target_args.target_adapter
     fields = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     contents = json.dumps([fields, tokenizer.get_chat_template()], sort_keys=True, default=str).encode()

@@ -7,6 +7,7 @@ from typing import Any
 from ..data import DataArguments, PreparedData, count_tokens, coverage
 from ..model_card import RunRecord, Source
 from ..models.eagle3 import Eagle3DraftModel
+from ..revisions import cached_commit
 from .arguments import DraftArguments, TargetArguments
 
 
@@ -28,8 +29,10 @@ def with_sources(
     return replace(
         record,
         target=Source.of(target_args.target, revision=known or target_args.target_revision),
-        target_adapter=None if adapter is None else Source.of(adapter),
-        draft=None if draft_args.draft is None else Source.of(draft_args.draft),
+        target_adapter=None if adapter is None else Source.of(adapter, revision=cached_commit(adapter)),
+        draft=None
+        if draft_args.draft is None
+        else Source.of(draft_args.draft, revision=cached_commit(draft_args.draft)),
         datasets=sources_of(data_args.dataset, data_args.split, data.train),
         eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),

@@ -1,12 +1,13 @@
 """`draftsmith train`: a draft head for a frozen target, from chat data to a directory that servers load."""
 
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -19,7 +20,7 @@ from ..models.eagle3 import Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
-from ..trainer.adapters import is_adapted
+from ..trainer.adapters import is_adapted, refuse_other_kind
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
 from . import leave_together
 from .arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments, check_draft
@@ -52,9 +53,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     except TrainingFault as fault:
         sys.exit(f"error: {fault}")
     if trainer.stopped_by is not None:
-        step, name = trainer.state.global_step, trainer.stopped_by.name
-        logger.warning(f"{name} ended training at step {step}: go on with `--resume_from_checkpoint auto`.")
-        sys.exit(128 + trainer.stopped_by)
+        leave_stopped(trainer)
     trainer.save_state()
     if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())
@@ -77,6 +76,7 @@ def make_trainer(
 ) -> Eagle3Trainer:
     """Everything that can be refused, by `ValueError`, `OSError` or `ImportError`, is refused here."""
     peft_config = adapter_args.load(draft_args.draft)
+    refuse_other_kind(args.output_dir or ".", adapts=peft_config is not None)
     if (source := draft_args.draft) is not None:
         refuse_another_head(draft_args, data_args)
         check_draft(source)
@@ -104,6 +104,20 @@ def make_trainer(
     trainer.record = inputs.of_cache(record)
     trainer.refuse_unnamed_models()
     return trainer
+
+
+def leave_stopped(trainer: Eagle3Trainer) -> NoReturn:
+    """Exit as the signal would have made this process exit, which does not wait for a push either."""
+    assert trainer.stopped_by is not None
+    step, name, status = trainer.state.global_step, trainer.stopped_by.name, 128 + trainer.stopped_by
+    if trainer.is_world_process_zero():
+        logger.warning(f"{name} ended training at step {step}: go on with `--resume_from_checkpoint auto`.")
+    if trainer.is_pushing:  # the threads of the Hub's client would be waited for
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 def push(trainer: Eagle3Trainer) -> None:

@@ -1,25 +1,40 @@
 """Adapters (PEFT) on a head that stays as it is: put on, checked before training, saved."""
 
 import copy
-import dataclasses
-import difflib
-import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
 from ..models.eagle3 import Eagle3DraftModel
+from ..models.eagle3.adapters_eagle3 import BASE_DIGEST, head_digest
+from ..revisions import commit_of
 from ..serving.directory import open_as_umask_says
 from ..target import deepspeed_init_suspended
 from ..target_family import base_model, require_peft
+from .adapter_checks import (
+    base_tensors,
+    refuse_initialised_elsewhere,
+    refuse_layers,
+    refuse_methods,
+    refuse_unrepeatable,
+)
 from .arguments import Eagle3TrainingArguments
 
 
 logger = logging.getLogger(__name__)
+
+ADAPTER_FILES = (ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME)
+HEAD_FILES = (CONFIG_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
 
 
 def is_adapted(model: Any) -> bool:
@@ -57,37 +72,17 @@ def _wrapped(model: Any, peft_config: Any) -> Any:
     peft_config = copy.deepcopy(peft_config)
     peft_config.task_type, peft_config.inference_mode = None, False
     peft_config.base_model_name_or_path = peft_config.revision = None  # of the head it may have been saved for
-    _refuse_layers(peft_config, model)
+    refuse_methods(peft_config)
+    refuse_layers(peft_config, model)
+    own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     try:
         with deepspeed_init_suspended():
-            return get_peft_model(model, peft_config, revision=vars(model.config).get("_commit_hash"))
+            wrapped = get_peft_model(model, peft_config, revision=commit_of(model.config))
+            refuse_unrepeatable(wrapped, own)
     except TypeError as error:
         raise ValueError(f"`peft_config`: {error}") from error
-
-
-def _refuse_layers(config: Any, head: Eagle3DraftModel) -> None:
-    """Raise for methods that are none on layers, and for layers that are not there or read past their adapter."""
-    from peft.tuners.tuners_utils import check_target_module_exists
-
-    if not {"target_modules", "modules_to_save"} <= vars(config).keys():  # virtual tokens, token rows, mixtures
-        raise ValueError(
-            f"`peft_config` is {config.peft_type.value}, which adapts no layers: pass one that does, such as LoRA."
-        )
-    if config.target_modules is not None and check_target_module_exists(config, "lm_head"):
-        raise ValueError(
-            "`peft_config` puts an adapter on `lm_head`, which would get no gradient, since the streamed loss reads "
-            "the weight itself: take it out of `target_modules`, and train it whole by naming it in `modules_to_save`."
-        )
-    present = [name for name, _ in head.named_modules()]
-    targets = [] if isinstance(config.target_modules, str) else config.target_modules or ()
-    for name in [*targets, *(config.modules_to_save or ())]:
-        if name == "embed_tokens" and head.embed_tokens is None:
-            raise ValueError(
-                "`peft_config` names `embed_tokens`, but the head borrows the embedding of its target, which stays as "
-                "it is: take it out."
-            )
-        if not any(module.endswith(name) for module in present):
-            raise ValueError(f"`peft_config` names `{name}`, but the head has no such module: {_near(name, present)}")
+    wrapped.base_head_digest = head_digest(own)
+    return wrapped
 
 
 def _check(model: Any, output_dir: str | None) -> None:
@@ -99,7 +94,11 @@ def _check(model: Any, output_dir: str | None) -> None:
     if config.task_type is not None:
         raise ValueError(f"`model` was wrapped for {config.task_type}: a draft head needs `task_type=None`.")
     head: Eagle3DraftModel = base_model(model)  # type: ignore[assignment]
-    _refuse_layers(config, head)
+    refuse_methods(config)
+    refuse_layers(config, head)
+    if "base_head_digest" not in vars(model):  # wrapped by the caller
+        refuse_initialised_elsewhere(config)
+        model.base_head_digest = head_digest(base_tensors(model))
     _record_base(config, head, output_dir)
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     if not trained:
@@ -114,7 +113,7 @@ def _check(model: Any, output_dir: str | None) -> None:
 
 
 def _record_base(config: Any, head: Eagle3DraftModel, output_dir: str | None) -> None:
-    """Name the base head in the adapter's config: a Hub id, or an absolute path, good from any directory."""
+    """Name the base head in the adapter's config: a Hub id with its commit, or an absolute path."""
     base = config.base_model_name_or_path or head.name_or_path
     if not base:
         logger.warning(
@@ -126,6 +125,8 @@ def _record_base(config: Any, head: Eagle3DraftModel, output_dir: str | None) ->
         base = str(Path(base).absolute())
         if Path(output_dir or ".").absolute() == Path(base):
             raise ValueError(f"`output_dir` {base} holds the head that is adapted: name another for its adapters.")
+    elif config.revision is None and base == head.name_or_path:
+        config.revision = commit_of(head.config)
     config.base_model_name_or_path = base
 
 
@@ -138,6 +139,20 @@ def with_adapter_of(model: Any, head: Eagle3DraftModel) -> Any:
     if isinstance(config, LoraConfig):
         config.init_lora_weights = True  # others start from data or a decomposition of the base, done long ago
     return PeftModel(head, config, name)
+
+
+def refuse_other_kind(directory: str | Path, *, adapts: bool) -> None:
+    """Raise `ValueError` if a head would be saved beside an adapter, or the other way round.
+
+    Whoever loads the directory takes it for an adapter then, and whoever pushes it, for both.
+    """
+    names = HEAD_FILES if adapts else ADAPTER_FILES
+    if found := [name for name in names if (Path(directory) / name).exists()]:
+        kinds = ("the adapter of this run", "a head") if adapts else ("the head of this run", "an adapter")
+        raise ValueError(
+            f"`output_dir` {directory} holds {kinds[1]} ({', '.join(found)}), beside which {kinds[0]} could not be "
+            "told from it: name another directory, or move those files away."
+        )
 
 
 def save_adapter(
@@ -156,7 +171,10 @@ def save_adapter(
         for key, tensor in tensors.items()
     }
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(copies, directory / ADAPTER_SAFE_WEIGHTS_NAME, {"format": "pt"})
+    metadata = {"format": "pt"}
+    if (digest := vars(model)["base_head_digest"]) is not None:
+        metadata[BASE_DIGEST] = digest
+    save_file(copies, directory / ADAPTER_SAFE_WEIGHTS_NAME, metadata)
     config = copy.copy(model.peft_config[name])
     config.inference_mode = True
     head = type(base_model(model))
@@ -164,43 +182,3 @@ def save_adapter(
         str(directory), auto_mapping_dict={"base_model_class": head.__name__, "parent_library": head.__module__}
     )
     open_as_umask_says(directory, ADAPTER_CONFIG_NAME)
-
-
-def read_peft_config(source: dict[str, Any] | str) -> Any:
-    """A peft config from its fields, as a mapping, as JSON, or in a file such as an adapter_config.json.
-
-    Raises:
-        ValueError: the file or a field is not there, or a value is wrong.
-        ImportError: peft is missing.
-    """
-    require_peft()
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
-    values = _read_json(source) if isinstance(source, str) else source
-    kinds = {kind.value: config_class for kind, config_class in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    kind = values.get("peft_type")
-    if kind not in kinds:
-        raise ValueError(f"`peft_config`: `peft_type` is {kind!r}: {_near(str(kind), list(kinds))}")
-    known = [item.name for item in dataclasses.fields(kinds[kind])]
-    if unknown := [name for name in values if name not in known]:
-        raise ValueError(f"`peft_config`: unknown key `{unknown[0]}` of {kind}; {_near(unknown[0], known)}")
-    try:
-        return kinds[kind](**values)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"`peft_config`: {error}") from error
-
-
-def _read_json(source: str) -> dict[str, Any]:
-    try:
-        values = json.loads(source if source.startswith("{") else Path(source).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"`peft_config`: cannot read {source}: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"`peft_config`: {source} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"`peft_config`: {source} must hold one mapping of fields.")
-    return values
-
-
-def _near(name: str, candidates: list[str]) -> str:
-    return f"did you mean `{difflib.get_close_matches(name, candidates, n=1, cutoff=0)[0]}`?"

@@ -1,11 +1,14 @@
 """Training arguments: those of transformers, and how the head is unrolled and scored."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from .. import hub
+from ..model_card import License
 from ..ops import OBJECTIVES
 
 
@@ -175,3 +178,18 @@ def refuse_unsupported_launches(args: TrainingArguments) -> None:
             f"{args.n_gpu} GPUs are visible to one process: start one process each with "
             f"`torchrun --nproc_per_node {args.n_gpu}`, or show one with CUDA_VISIBLE_DEVICES."
         )
+
+
+def repository_of(args: Eagle3TrainingArguments) -> str:
+    """Where heads are pushed to; without a namespace it is the account's."""
+    return args.hub_model_id or Path(args.output_dir or ".").absolute().name
+
+
+def refuse_unpublishable(args: Eagle3TrainingArguments) -> None:
+    """What is known before training: the repository's name, the license, whether there is a token."""
+    if args.hub_license is not None:
+        License(args.hub_license)
+    try:
+        hub.check_push(repository_of(args), args.hub_token)
+    except hub.HubError as error:
+        raise ValueError(f"`push_to_hub`: {error}") from error

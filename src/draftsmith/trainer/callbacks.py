@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
-from .checkpoints import TrainingFault
+from .checkpoints import TrainingFault, step_of
 
 
 class StopOnSignal(TrainerCallback):
@@ -29,8 +30,8 @@ class StopOnSignal(TrainerCallback):
 
     ECHO_SECONDS = 5  # Ctrl-C under a launcher arrives twice, from the terminal and from the launcher
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+    def __init__(self, world_size: int, rank: int = 0):
+        self.world_size, self.rank = world_size, rank
         self.received = 0  # the signal's number, this rank's
         self.stopped_by: signal.Signals | None = None  # what all ranks agreed to stop on
         self._agreed = 0
@@ -50,6 +51,12 @@ class StopOnSignal(TrainerCallback):
             for number, handler in before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
+    def agree_after(self, received: int, accelerator: Any) -> None:
+        """Stopped by what any rank has `received`. Every rank must call it."""
+        flags = torch.tensor([received], device=accelerator.device)
+        if number := int(accelerator.gather(flags).max() if self.world_size > 1 else received):
+            self.stopped_by = signal.Signals(number)
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self.received:
             if number == signal.SIGINT and time.monotonic() - self._heard_at > self.ECHO_SECONDS:
@@ -58,7 +65,8 @@ class StopOnSignal(TrainerCallback):
         self.received, self._heard_at = number, time.monotonic()
         name = signal.Signals(number).name
         text = f"\n{name}: training ends after this step with a checkpoint (Ctrl-C once more: at once, without)\n"
-        os.write(2, text.encode())  # a handler may have interrupted `print` or a logger, which don't nest
+        if self.rank == 0:  # launchers signal all
+            os.write(2, text.encode())  # a handler may have interrupted `print` or a logger, which don't nest
 
     def share(self, flags: Tensor) -> None:
         """Take the signals of all ranks at one step; every rank acts on them at the same later one."""
@@ -82,6 +90,27 @@ class StopOnSignal(TrainerCallback):
     def on_epoch_end(self, args, state, control, **kwargs):
         if self.stopped_by:
             control.should_evaluate = control.should_save = False  # saved at the end of its step
+
+
+class BestHead(TrainerCallback):
+    """With `load_best_model_at_end` the head ends as that of an earlier step: which, and what was logged of it."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None  # None: the head is that of the last step
+        self._logs_before = 0
+
+    def loaded(self, state: TrainerState) -> None:
+        # Not `best_global_step`, at which there may have been no checkpoint.
+        self.step, self._logs_before = step_of(Path(state.best_model_checkpoint or "")), len(state.log_history)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.step = None
+
+    def logs(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What was logged until its step, and since it was loaded."""
+        until = [entry for entry in history[: self._logs_before] if entry["step"] <= self.step]
+        since = [{**entry, "step": self.step} for entry in history[self._logs_before :]]
+        return [*until, *since]
 
 
 class LogAllSteps(TrainerCallback):

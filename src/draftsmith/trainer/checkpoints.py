@@ -70,15 +70,17 @@ def last_whole_checkpoint(
     output_dir: str | os.PathLike | None, warn: Callable[[str], None] = lambda message: None
 ) -> str | None:
     """The checkpoint of the highest step that is whole; `warn` hears why later ones are passed over."""
-    numbered = (path for path in Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*") if _step(path) is not None)
-    for path in sorted(numbered, key=_step, reverse=True):  # type: ignore[arg-type]
+    numbered = (
+        path for path in Path(output_dir or ".").glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) is not None
+    )
+    for path in sorted(numbered, key=step_of, reverse=True):  # type: ignore[arg-type]
         if (damage := damage_of(path)) is None:
             return str(path)
         warn(f"{path.name} is passed over: {damage}")
     return None
 
 
-def _step(path: Path) -> int | None:
+def step_of(path: Path) -> int | None:
     number = path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number.isdecimal() else None
 

@@ -17,12 +17,13 @@ from ..models.eagle3 import Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter, load_adapter
 from ..ops.transfer import remember_on_host, to_device
 from ..target import FrozenTarget
-from .adapters import adapted, is_adapted, save_adapter
+from .adapters import adapted, is_adapted, refuse_other_kind, save_adapter
 from .arguments import Eagle3TrainingArguments, refuse_unsupported_launches
 from .checkpoints import explained_write_errors, files_moved_to
 from .decoding import DecodedAcceptance
 from .metrics import MetricSums, draft_metrics
-from .publishing import PublishingTrainer, record_of
+from .publishing import PublishingTrainer
+from .records import record_of
 from .target_states import TargetStateSource, refuse_without_layers
 
 
@@ -64,6 +65,7 @@ class Eagle3Trainer(PublishingTrainer):
         **kwargs: Any,
     ):
         refuse_unsupported_launches(args)
+        refuse_other_kind(args.output_dir or ".", adapts=peft_config is not None or is_adapted(model))
         model = adapted(model, peft_config, args)
         self._decoded = None
         refuse_without_layers(args, target)
@@ -158,13 +160,12 @@ class Eagle3Trainer(PublishingTrainer):
             sums = self._train_sums.reduce(self.accelerator)
             logs = {**logs, **draft_metrics(sums)}
             logs["num_tokens"] = self._last_logged("num_tokens") + sums["num_tokens"][0]
+            warn = logger.warning if self.is_world_process_zero() else logger.debug  # the sums are of all ranks
             if empty := sums["unsupervised_batches"][0]:
-                logger.warning(
-                    f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step."
-                )
+                warn(f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step.")
             if skipped := self._non_finite.pop_count():
                 logs["nan_steps"] = skipped
-                logger.warning(f"{skipped} steps since the last log had a loss or gradients that are not finite.")
+                warn(f"{skipped} steps since the last log had a loss or gradients that are not finite.")
         super().log(logs, start_time)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
@@ -220,6 +221,7 @@ class Eagle3Trainer(PublishingTrainer):
         if not self.args.should_save:
             return
         directory = Path(output_dir or self.args.output_dir or ".")
+        refuse_other_kind(directory, adapts=is_adapted(head))
         with files_moved_to(directory) as unfinished:
             if is_adapted(head):
                 save_adapter(head, unfinished, state_dict, None if self._saves_checkpoint else self.target.model.dtype)
@@ -246,6 +248,7 @@ class Eagle3Trainer(PublishingTrainer):
             load_adapter(self.model, self.state.best_model_checkpoint or "")
         else:
             super()._load_best_model()
+        self._best.loaded(self.state)
 
 
 def _decoded_acceptance(

@@ -13,7 +13,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .arguments import Eagle3TrainingArguments
-from .callbacks import LogAllSteps, NonFiniteSteps, StopOnSignal
+from .callbacks import BestHead, LogAllSteps, NonFiniteSteps, StopOnSignal
 from .checkpoints import (
     STATE,
     UNFINISHED,
@@ -42,11 +42,14 @@ class FaultTolerantTrainer(Trainer):
     def __init__(self, *, args: Eagle3TrainingArguments, **kwargs: Any):
         refuse_unwritable(args.output_dir)
         super().__init__(args=args, **kwargs)
-        self._stop = StopOnSignal(self.args.world_size)
+        self._stop = StopOnSignal(self.args.world_size, self.args.process_index)
+        self._best = BestHead()
         self.add_callback(self._stop)
+        self.add_callback(self._best)
         self.add_callback(LogAllSteps())
         self._last_log = time.perf_counter()
         self._non_finite = NonFiniteSteps(self.args.max_nan_steps)
+        self.resumed_from: Path | None = None  # the checkpoint that the last `train()` went on from
         self._unfinished: Path | None = None  # where the checkpoint is that is being written
 
     @property
@@ -61,6 +64,7 @@ class FaultTolerantTrainer(Trainer):
                 raise ValueError(f"`resume_from_checkpoint`: {self.args.output_dir} holds no whole checkpoint.")
         elif resume_from_checkpoint:
             refuse_damaged(resume_from_checkpoint)
+        self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
         if self.args.should_save:
             remove_unfinished(Path(self.args.output_dir or "."))
         self._last_log = time.perf_counter()

@@ -4,12 +4,12 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from huggingface_hub import CommitInfo
@@ -20,22 +20,23 @@ from ..model_card import (
     RUN_FILE,
     License,
     RunRecord,
-    Source,
     check_card,
-    device_counts,
-    library_versions,
-    training_recipe,
 )
+from ..model_card.rendering import is_unedited
 from ..model_card.run_record import HUB, MEMORY
-from ..target_family import base_model
 from .adapters import is_adapted
-from .arguments import Eagle3TrainingArguments
-from .checkpoints import files_moved_to
+from .arguments import Eagle3TrainingArguments, refuse_unpublishable, repository_of
+from .checkpoints import TrainingFault, files_moved_to
 from .faults import FaultTolerantTrainer
+from .records import finished_record
+from .uploads import BackgroundPush, set_aside
 
 
 logger = logging.getLogger(__name__)
 
+PUSH_AGAIN = "trainer.push_to_hub(..)"
+WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
+HEAD = "head"
 STAGED = "_push-"  # what the name of a directory begins with whose files are on their way to the Hub
 NOT_PUSHED = (*hub.LEFT_BY_TRAINING, "runs/*", "last-checkpoint/*", "training_args.bin")
 
@@ -51,10 +52,11 @@ class PublishingTrainer(FaultTolerantTrainer):
     def __init__(self, *, args: Eagle3TrainingArguments, **kwargs: Any):
         self.record = RunRecord()
         self.is_repeated = False
-        self._uploads: Future | None = None
+        self._uploads = BackgroundPush()
+        self._cut_by = 0  # the signal that ended a wait for a push
         self._makes_directory = not Path(args.output_dir or ".").exists()
         if args.push_to_hub:
-            _refuse_unpublishable(args)
+            refuse_unpublishable(args)
         super().__init__(args=args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -64,11 +66,14 @@ class PublishingTrainer(FaultTolerantTrainer):
                 self.finished_record().save(scratch)  # what it refuses is not found out at the end
             for leftover in Path(self.args.output_dir or ".").glob(f"{STAGED}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
+        self._cut_by = 0
         output = super().train(resume_from_checkpoint, *args, **kwargs)
-        if resume_from_checkpoint and Path(str(resume_from_checkpoint)).name == f"checkpoint-{self.state.global_step}":
+        if self.resumed_from is not None and self.resumed_from.name == f"checkpoint-{self.state.global_step}":
             if self.is_world_process_zero():
-                logger.warning("%s is of a finished run: nothing was left to train.", resume_from_checkpoint)
+                logger.warning("%s is of a finished run: nothing was left to train.", self.resumed_from)
             self.is_repeated = True
+        if self.args.push_to_hub:
+            self._stop.agree_after(self._cut_by, self.accelerator)
         return output
 
     def refuse_unnamed_models(self) -> None:
@@ -105,22 +110,7 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     def finished_record(self) -> RunRecord:
         """`record` with what the run has found out so far."""
-        trained, evaluated = (
-            next((entry for entry in reversed(self.state.log_history) if name in entry), {})
-            for name in ("loss", "eval_loss")
-        )
-        tokens, hours = trained.get("num_tokens"), trained.get("hours")
-        return replace(
-            self.record,
-            recipe=training_recipe(self.args, **self.record.recipe, steps=self.state.global_step),
-            devices=device_counts(self.args),
-            hours=hours,
-            tokens_seen=None if tokens is None else int(tokens),
-            tokens_per_second=tokens / (3600 * hours) if tokens and hours else None,
-            train_metrics={name: float(value) for name, value in trained.items()},
-            eval_metrics={name: float(value) for name, value in evaluated.items()},
-            versions=library_versions(),
-        )
+        return finished_record(self.record, self.args, self.state.log_history, self.state.global_step, self._best)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         token, self.args.hub_token = self.args.hub_token, None  # the arguments are saved with the checkpoint
@@ -131,7 +121,7 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
         """The name of the repository, which the first push makes: nothing goes up before everything is checked."""
-        self.hub_model_id = _repository(self.args)  # type: ignore[assignment]
+        self.hub_model_id = repository_of(self.args)  # type: ignore[assignment]
 
     def create_model_card(
         self,
@@ -144,6 +134,8 @@ class PublishingTrainer(FaultTolerantTrainer):
     ) -> None:
         """Write README.md beside the head in `directory` (default: `output_dir`), with what `run.json` there says.
 
+        One in `output_dir` that someone has edited stays as it is, and goes along.
+
         Args:
             license: the Hub's identifier; default: `args.hub_license`.
             evaluations: what `draftsmith evaluate --output` wrote.
@@ -153,7 +145,10 @@ class PublishingTrainer(FaultTolerantTrainer):
         """
         if not self.is_world_process_zero():
             return
-        directory = Path(directory or self.args.output_dir or ".")
+        own, directory = Path(self.args.output_dir or "."), Path(directory or self.args.output_dir or ".")
+        if (edited := own / hub.CARD).is_file() and not is_unedited(text := edited.read_text(encoding="utf-8")):
+            logger.warning("%s was edited, so it stays; `draftsmith card --overwrite true` renders it anew.", edited)
+            return None if directory == own else _write_card(directory, text)
         license = license or self.args.hub_license
         config = directory / "config.json"
         text = hub.make_card(
@@ -165,8 +160,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             evaluations=evaluations,
         )
         check_card(text)
-        with files_moved_to(directory) as unfinished:
-            (unfinished / hub.CARD).write_text(text, encoding="utf-8")
+        _write_card(directory, text)
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -184,7 +178,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         Args:
             blocking: False returns a future of the commit.
             token, revision, private: default: `args.hub_token`, `args.hub_revision`, `args.hub_private_repo`.
-            create_pr: open a pull request instead of committing.
+            create_pr: open a pull request to `main` instead of committing; `args.hub_revision` does not count then.
             save: False pushes what `save_model` has written to `output_dir`, without writing it once more.
             kwargs: of `create_model_card`, such as `evaluations`.
 
@@ -198,15 +192,21 @@ class PublishingTrainer(FaultTolerantTrainer):
             self.save_model()
         if not self.is_world_process_zero():
             return None
+        options = self._push_options(commit_message or "Upload draft head", token, revision, private)
+        if create_pr:
+            options |= {"create_pr": True, "revision": revision}
+        repo_id = self._name_repository(options["token"])
         self.create_model_card(**kwargs)
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        options = self._push_options(commit_message or "Upload draft head", token, revision, private)
-        options["create_pr"] = create_pr
-        self._finish_current_push()
-        push = partial(hub.push, self.args.output_dir or ".", _repository(self.args), **options)
-        if blocking:
-            return push()
-        return self._in_background(push)
+        self._uploads.wait()
+        push = partial(hub.push, self.args.output_dir or ".", repo_id, **options)
+        return push() if blocking else self._uploads.start(push, outlives=True)
+
+    def _name_repository(self, token: str | None) -> str:
+        """Its full name, which the card says: whose it is, is asked only when there is something to push."""
+        repo_id = hub.full_name(repository_of(self.args), token, again=PUSH_AGAIN)
+        self.hub_model_id = repo_id  # type: ignore[assignment]
+        return repo_id
 
     def _push_options(
         self, message: str, token: str | None = None, revision: str | None = None, private: bool | None = None
@@ -217,83 +217,74 @@ class PublishingTrainer(FaultTolerantTrainer):
             "revision": revision or self.args.hub_revision,
             "private": self.args.hub_private_repo if private is None else private,
             "ignore_patterns": NOT_PUSHED,
-            "again": "trainer.push_to_hub(..)",
+            "again": PUSH_AGAIN,
         }
-
-    def _in_background(self, push: Callable[[], Any]) -> Future:
-        executor = ThreadPoolExecutor(1)
-        self._uploads = executor.submit(push)
-        executor.shutdown(wait=False)  # the thread ends with its push
-        return self._uploads
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the head of this step, and its checkpoint if `hub_strategy` asks for it, while training goes on."""
         if self._unfinished is not None or self.args.hub_strategy == HubStrategy.END:
             return  # its files may still move
+        if self.stopped_by is not None:
+            return  # the time left is short
         staged = Path(self.args.output_dir or ".") / f"{STAGED}{self.state.global_step}"
-        self.save_model(str(staged))  # on all ranks: under ZeRO-3 they gather it together
-        if not self.is_world_process_zero():
-            return
-        is_busy = self._uploads is not None and not self._uploads.done()
-        if is_busy and not self.args.hub_always_push:
+        try:
+            self.save_model(str(staged / HEAD))  # on all ranks: under ZeRO-3 they gather it together
+            if not self.is_world_process_zero():
+                return
+            if self._uploads.is_busy and not self.args.hub_always_push:
+                shutil.rmtree(staged, ignore_errors=True)
+                return
+            if self.args.hub_strategy in WITH_CHECKPOINTS:
+                set_aside(Path(checkpoint_folder), staged / Path(checkpoint_folder).name)
+        except (TrainingFault, OSError) as error:
             shutil.rmtree(staged, ignore_errors=True)
+            logger.error(
+                "Training goes on, but the head of step %d did not reach the Hub, since its files could not be set "
+                "aside in %s: %s. Make room there; the next push, or the last, brings what this one lacked.",
+                self.state.global_step, staged, error.__cause__ or error,
+            )  # fmt: skip
             return
         self._finish_current_push()
+        if self._cut_by:
+            shutil.rmtree(staged, ignore_errors=True)
+            return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         options = self._push_options(f"Training in progress, step {self.state.global_step}")
-        self._in_background(partial(self._upload, staged, Path(checkpoint_folder), options))
+        push = partial(self._upload, staged, Path(checkpoint_folder).name, options)
+        self._uploads.start(push, outlives=False)
 
-    def _upload(self, staged: Path, checkpoint: Path, options: dict[str, Any]) -> None:
+    def _upload(self, staged: Path, checkpoint: str, options: dict[str, Any]) -> None:
         """A push that fails is reported and does not end the run: the next one, or the last, brings what it lacked."""
         strategy = self.args.hub_strategy
         try:
-            self.create_model_card(directory=staged)
-            hub.push(staged, _repository(self.args), **options)
-            if strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
-                path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint.name
+            repo_id = self._name_repository(options["token"])
+            self.create_model_card(directory=staged / HEAD)
+            hub.push(staged / HEAD, repo_id, **options)
+            if strategy in WITH_CHECKPOINTS:
+                path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint
                 options |= {"ignore_patterns": None, "pickles": True, "path_in_repo": path}
-                hub.push(checkpoint, _repository(self.args), **options)
+                hub.push(staged / checkpoint, repo_id, **options)
         except (hub.HubError, ValueError, OSError) as error:
             logger.error("Training goes on, but its head did not reach the Hub. %s", error)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 
     def _finish_current_push(self) -> None:
-        if self._uploads is not None:
-            self._uploads.exception()  # waits; what it raised is for whoever holds the future
+        """Wait for it, while training listens for signals: one that comes ends the wait, and with it the run."""
+        if not self._uploads.wait(until=lambda: self._stop.received):
+            self._cut_by = self._stop.received
+            logger.error(
+                "%s ended the wait for a push to `%s`, which may not have arrived whole; local files are whole. Push "
+                "again with `%s`, or run again with `resume_from_checkpoint` auto.",
+                Signals(self._cut_by).name, self.hub_model_id, PUSH_AGAIN,
+            )  # fmt: skip
+
+    @property
+    def is_pushing(self) -> bool:
+        """Whether a push is under way beside this."""
+        return self._uploads.is_busy
 
 
-def record_of(model: Any, target: Any, train_dataset: Any, eval_dataset: Any, seed: int) -> RunRecord:
-    """What a trainer is given; who knows where its data comes from says so in `record`."""
-    head, config = base_model(model), target.model.config
-    sets = [train_dataset], eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    trained, evaluated = (
-        [Source.of(None, rows=len(data) if isinstance(data, Sized) else None) for data in part if data is not None]
-        for part in sets
-    )
-    return RunRecord(
-        target=Source.of(config.name_or_path, revision=vars(config).get("_commit_hash")),
-        target_precision=target.precision,
-        target_adapter=None if target.adapter is None else Source.of(target.adapter),
-        draft=Source.of(head.name_or_path) if head.name_or_path else None,
-        datasets=trained,
-        eval_datasets=evaluated,
-        seed=seed,
-        target_vocab_size=head.config.vocab_size,
-        draft_vocab_size=head.config.draft_vocab_size,
-        trained_parameters=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
-    )
-
-
-def _repository(args: Eagle3TrainingArguments) -> str:
-    return args.hub_model_id or Path(args.output_dir or ".").absolute().name
-
-
-def _refuse_unpublishable(args: Eagle3TrainingArguments) -> None:
-    """What is known before training: the repository's name, the license, whether there is a token."""
-    if args.hub_license is not None:
-        License(args.hub_license)
-    try:
-        hub.check_push(_repository(args), args.hub_token)
-    except hub.HubError as error:
-        raise ValueError(f"`push_to_hub`: {error}") from error
+def _write_card(directory: Path, text: str) -> None:
+    with files_moved_to(directory) as unfinished:
+        (unfinished / hub.CARD).write_text(text, encoding="utf-8")

@@ -16,6 +16,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from ... import hub
+from ...revisions import note_commit
 from ...serving.directory import open_as_umask_says
 from ...serving.speculators import DEFAULT_NAMES
 from ...target import deepspeed_init_suspended
@@ -182,6 +183,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
         if is_adapter(source, **kwargs):
             kwargs.pop("adapter_kwargs", None)
             model, info = load_merged(cls, source, *args, target=target, **kwargs)
+            note_commit(model.config, source, kwargs.get("revision"), kwargs.get("cache_dir"))
             return (model, info) if return_info else model
         # Mismatched shapes are an error too, raised by name below.
         kwargs = {"key_mapping": DEFAULT_NAMES, **kwargs, "output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -196,6 +198,7 @@ class Eagle3PreTrainedModel(PreTrainedModel):
             shapes = ", ".join(f"{name} {tuple(ours)} for {tuple(its)}" for name, ours, its in info["mismatched_keys"])
             raise ValueError(f"{pretrained_model_name_or_path}: config.json does not fit the weights: {shapes}.")
         model._check_loaded(pretrained_model_name_or_path, set(info["missing_keys"]), set(info["unexpected_keys"]))
+        note_commit(model.config, source, kwargs.get("revision"), kwargs.get("cache_dir"))
         if target is not None:
             model.fit_to_target(target)
         return (model, info) if return_info else model
