@@ -334,15 +334,15 @@ class WeightsOfSteps(TrainerCallback):
 
 
 def break_states(trainer, steps):
-    states = trainer._target_states
+    states = trainer._states
 
     def broken_states(inputs, *, keep):
-        result = states(inputs, keep=keep)
+        aux, teacher = states(inputs, keep=keep)
         if trainer.state.global_step in steps:
-            result.aux_hidden_states[:] = torch.nan
-        return result
+            aux[:] = torch.nan
+        return aux, teacher
 
-    trainer._target_states = broken_states
+    trainer._states = broken_states
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adamw_torch", "adamw_torch_fused"])
@@ -419,7 +419,7 @@ def test_lack_of_memory_names_what_lowers_it(tmp_path, monkeypatch):
     def forward(*args, **kwargs):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(trainer, "_target_states", forward)
+    monkeypatch.setattr(trainer, "_states", forward)
     with pytest.raises(torch.OutOfMemoryError) as error:
         trainer.train()
     message = str(error.value)

@@ -46,15 +46,15 @@ class WeightsOfSteps(TrainerCallback):
         self.step, self.seen = step, []
 
     def watch(self, trainer):
-        self.trainer, states = trainer, trainer._target_states
+        self.trainer, states = trainer, trainer._states
 
         def broken_states(inputs, *, keep):
-            result = states(inputs, keep=keep)
+            aux, teacher = states(inputs, keep=keep)
             if os.environ["RANK"] == "1" and trainer.state.global_step == self.step:
-                result.aux_hidden_states[:] = torch.nan
-            return result
+                aux[:] = torch.nan
+            return aux, teacher
 
-        trainer._target_states = broken_states
+        trainer._states = broken_states
 
     def on_step_end(self, args, state, control, **kwargs):
         weights = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
