@@ -1,8 +1,11 @@
 """What a run records, the card that it becomes, and what the Hub would refuse of one."""
 
+import errno
 import json
+import os
 import re
 import shlex
+from dataclasses import replace
 from importlib import resources
 
 import pytest
@@ -15,8 +18,9 @@ from transformers import LlamaForCausalLM
 
 from draftsmith import Eagle3DraftModel, Eagle3TrainingArguments
 from draftsmith.commands import card, evaluate, main
+from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.evaluation_report import Group, Report, write_report
-from draftsmith.commands.parsing import UsageError
+from draftsmith.commands.parsing import UsageError, parse
 from draftsmith.data.vocabulary import build_vocabulary_map
 from draftsmith.model_card import (
     LICENSES,
@@ -75,10 +79,12 @@ def record():
     )
 
 
-def evaluation_of(path, *, target=TARGET, engine="hf", categories=("math", "chat | misc"), counted=True):
+def evaluation_of(path, *, engine="hf", categories=("math", "chat | misc"), counted=True, **sources):
     """The JSON, table and plot of an evaluation, as `draftsmith evaluate` writes them."""
     settings = {
-        "target": target,
+        "target": TARGET,
+        "target_kind": "hub",
+        **sources,
         "prompts": ["mt_bench", "gsm8k=/secret/place/gsm8k.jsonl", "/secret/place/mine.jsonl"],
         "num_prompts": 4,
         "max_new_tokens": 64,
@@ -166,6 +172,11 @@ class TestRunRecord:
             '{"datasets": [1]}',
             '{"devices": {"H200": "8"}}',
             '{"recipe": {"vocab_map": "/home/me/map.pt"}}',
+            '{"target": {"name": "a/b", "kind": "weird"}}',
+            '{"target": {"name": ""}}',
+            '{"coverage": 3}',
+            '{"hours": -1}',
+            '{"license": {"identifier": "foo"}}',
         ],
     )
     def test_damaged_records_are_refused(self, tmp_path, text):
@@ -401,7 +412,171 @@ class TestCard:
         assert front_matter(card_of(head, "--target", TARGET))["base_model"] == TARGET
 
 
+def changed(path, part, name, value):
+    """The evaluation in `path` with one field changed, or, by `...`, gone."""
+    evaluation = json.loads(path.read_text())
+    values = evaluation
+    for key in part:
+        values = values[key]
+    values.pop(name) if value is ... else values.update({name: value})
+    path.write_text(json.dumps(evaluation))
+    return path
+
+
+class TestTargetsOptions:
+    """What the target was loaded with is in every command and in the Python of a card."""
+
+    def record(self, **options):
+        target = Source(TARGET, revision=REVISION)
+        return RunRecord(target=target, target_precision="float16", recipe={"ttt_steps": 3}, **options)
+
+    def test_servers(self, head):
+        self.record(trust_remote_code=True).save(head)
+        commands = [shlex.split(line) for line in card_of(head).splitlines() if line.startswith("python -m ")]
+        flags = ["--revision", REVISION, "--dtype", "float16", "--trust-remote-code"]
+        assert commands == [launch_command(name, TARGET, "head", 3, flags=flags) for name in ("vllm", "sglang")]
+
+    def test_our_commands_and_python(self, head):
+        self.record(target_adapter=Source("me/lora"), target_gguf_file="a b.gguf", trust_remote_code=True).save(head)
+        text = card_of(head)
+        words = (
+            f"--target {TARGET} --target_revision {REVISION} --target_adapter me/lora --target_gguf_file 'a b.gguf' "
+            "--target_dtype float16 --trust_remote_code true"
+        )
+        assert f"draftsmith evaluate --draft head {words} --prompts" in text
+        assert f"draftsmith train --draft head {words} --dataset chats.jsonl --ttt_steps 3" in text
+        assert (
+            f'from_pretrained("{TARGET}", revision="{REVISION}", gguf_file="a b.gguf", dtype="float16", '
+            "trust_remote_code=True)"
+        ) in text
+        assert 'target = PeftModel.from_pretrained(target, "me/lora")' in text and "from peft import PeftModel" in text
+        assert "--lora-modules tuned=me/lora" in text and "the GGUF file `a b.gguf`" in text
+
+    def test_the_flags_are_those_of_the_commands(self, head):
+        self.record(target_adapter=Source("me/lora"), target_gguf_file="x.gguf", trust_remote_code=True).save(head)
+        words = re.search("draftsmith train (.*)--dataset", card_of(head))[1]
+        args, _ = parse((TargetArguments, DraftArguments), shlex.split(words))
+        assert (args.target_revision, args.target_adapter, args.target_gguf_file) == (REVISION, "me/lora", "x.gguf")
+        assert args.target_dtype == "float16" and args.trust_remote_code is True
+
+    def test_without_an_evaluation_as_many_tokens_are_drafted_as_were_trained(self, head):
+        self.record().save(head)
+        assert '"num_speculative_tokens": 3' in card_of(head)
+
+    @pytest.mark.parametrize("name", ["my head (v2)", "head;touch x", "$(touch x)", "a'b"])
+    def test_names_are_quoted_for_the_shell(self, tmp_path, name):
+        head = make_head(tmp_path / name)
+        text = card_of(head, "--target", TARGET)
+        commands = re.findall("(draftsmith (?:evaluate|train) .*?)(?:`| measures|$)", text, re.MULTILINE)
+        assert len(commands) == 2
+        for command in commands:
+            words = shlex.split(command)
+            assert words[words.index("--draft") + 1] == name
+
+    def test_the_python_of_a_card_with_precision_and_adapter_runs(self, tmp_path, head, monkeypatch):
+        target = tiny_model("llama")
+        target.save_pretrained(tmp_path / "target")
+        get_peft_model(target, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "lora")
+        record = RunRecord(Source("target", "local"), "bfloat16", target_adapter=Source("lora", "local"))
+        record.save(head)
+        monkeypatch.chdir(tmp_path)
+        scope = {"input_ids": torch.tensor([[5, 6, 7]])}
+        exec(re.search(r"```python\n(.*?)```", card_of(head), re.DOTALL)[1], scope)
+        assert scope["target"].dtype == torch.bfloat16 and "lora" in str(scope["target"]).lower()
+        assert scope["sequences"].shape[1] > 3
+
+
+class TestEvaluations:
+    @pytest.mark.parametrize(
+        ("part", "name", "value", "message"),
+        [
+            (["results", 0], "total", {}, r"lacks `results\[0\].total.prompts`"),
+            (["results", 0], "categories", None, r"lacks `results\[0\].categories`"),
+            (["results", 1], "num_draft_tokens", "3", r"has `results\[1\].num_draft_tokens` '3', not a count"),
+            (["results", 0], "num_draft_tokens", 2, r"has 3 `results\[0\].total.rates`, but 2 draft tokens"),
+            (["results", 0], "temperature", "hot", r"has `results\[0\].temperature` 'hot', not a number"),
+            (["results", 0, "total"], "rates", ..., r"lacks `results\[0\].total.rates`"),
+            (["results", 0, "total"], "interval", [1], r"has `results\[0\].total.interval` \[1\]"),
+            (
+                ["results", 0, "categories", "math"],
+                "acceptance_length",
+                float("nan"),
+                "has .*math.acceptance_length` nan",
+            ),
+            (["settings"], "engine", "trt", "has `settings.engine` 'trt', none of"),
+            (["settings"], "prompts", "gsm8k", "has `settings.prompts` 'gsm8k'"),
+            (["settings"], "target", None, "has `settings.target` None, not text"),
+        ],
+    )
+    def test_damaged_ones_are_named_by_file_and_field(self, head, tmp_path, part, name, value, message):
+        path = changed(evaluation_of(tmp_path / "result.json"), part, name, value)
+        with pytest.raises(UsageError, match=rf"`evaluation`: .*result\.json {message}.*: name what `draftsmith eval"):
+            card.main(["--draft", str(head), "--target", TARGET, "--evaluation", str(path)])
+        assert not (head / "README.md").exists()
+
+    @pytest.mark.parametrize("target", ["models/llama", "llama"])
+    @pytest.mark.parametrize("kind", ["local", None])
+    def test_a_relative_path_is_no_id_of_the_hub(self, head, tmp_path, target, kind):
+        path = evaluation_of(tmp_path / "result.json", target=target, target_kind=kind or "local")
+        if kind is None:  # as earlier versions wrote it
+            changed(path, ["settings"], "target_kind", ...)
+        text = card_of(head, "--evaluation", path)
+        assert "base_model" not in front_matter(text) and "`llama` (a local copy)" in text
+
+    def test_a_target_of_the_hub_keeps_its_revision(self, head, tmp_path):
+        path = evaluation_of(tmp_path / "result.json", target_revision=REVISION)
+        assert f"--revision {REVISION}" in card_of(head, "--evaluation", path)
+
+    @pytest.mark.parametrize(
+        ("sources", "flags", "is_other"),
+        [
+            ({"draft": "someone/other-head", "draft_kind": "hub"}, [], True),
+            ({"draft": "/elsewhere/other"}, [], True),
+            ({"draft": "someone/head", "draft_kind": "hub"}, ["--repo_id", "me/head"], True),
+            ({"draft": "/elsewhere/head/"}, [], False),
+            ({"draft": "runs/head"}, ["--repo_id", "me/first"], False),
+            ({"draft": "me/first", "draft_kind": "hub"}, ["--repo_id", "me/first"], False),
+        ],
+    )
+    def test_those_of_another_head_are_refused(self, head, tmp_path, sources, flags, is_other):
+        arguments = ["--draft", str(head), "--evaluation", str(evaluation_of(tmp_path / "result.json", **sources))]
+        if not is_other:
+            card.main([*arguments, *flags])
+            return
+        with pytest.raises(UsageError, match=r"is of the head .*(other|someone/head).*, but the card is of .*head"):
+            card.main([*arguments, *flags])
+
+    def test_queries_and_passwords_of_urls_are_not_told(self, head, tmp_path):
+        url = "https://me:s3cret@host.org/sets/z.jsonl?X-Amz-Signature=abc"
+        path = evaluation_of(tmp_path / "result.json", categories=(url,))
+        changed(path, ["settings"], "prompts", [url, f"gsm8k={url}"])
+        text = card_of(head, "--evaluation", path)
+        assert "Signature" not in text and "s3cret" not in text and "prompts of z.jsonl, gsm8k (a local copy)" in text
+        assert Source.of(url, rows=3) == Source("z.jsonl", "local", rows=3)
+
+
 class TestCommand:
+    def test_license_and_id_are_those_of_the_run(self, head, record, capsys):
+        replace(record, repo_id="me/first", license=License("mit")).save(head)
+        text = card_of(head)
+        assert front_matter(text)["license"] == "mit" and "# first\n" in text and '"model": "me/first"' in text
+        assert "names no license" not in capsys.readouterr().out
+        text = card_of(head, "--license", "apache-2.0", "--repo_id", "me/second")
+        assert front_matter(text)["license"] == "apache-2.0" and '"model": "me/second"' in text
+
+    def test_a_full_disk_is_named_and_leaves_the_old_card(self, head, monkeypatch):
+        first = card_of(head, "--target", TARGET)
+
+        def full(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr("draftsmith.data.files.synchronize", full)
+        with pytest.raises(
+            UsageError, match=r"`output`: .*README\.md could not be written: .*No space left.*Make room"
+        ):
+            card.main(["--draft", str(head), "--target", TARGET, "--license", "mit"])
+        assert (head / "README.md").read_text() == first
+
     def test_a_card_is_written_again_but_not_over_others(self, head):
         first = card_of(head, "--target", TARGET)
         assert is_unedited(first)
@@ -446,8 +621,8 @@ class TestCommand:
             ({}, "`settings` and `results`"),
             ([1], "`settings` and `results`"),
             ({**whole, "results": []}, "any result"),
-            ({**whole, "settings": {}}, "`target`"),
-            ({**whole, "results": [{"num_draft_tokens": 3}]}, "`temperature`"),
+            ({**whole, "settings": {}}, "`settings.target`"),
+            ({**whole, "results": [{"num_draft_tokens": 3}]}, r"`results\[0\].temperature`"),
         ):
             (tmp_path / "other.json").write_text(json.dumps(part))
             with pytest.raises(UsageError, match=f"`evaluation`: .*other.json lacks {lacking}: name what"):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -130,3 +130,18 @@ def test_the_benchmark_of_adaptation_runs_dry(tmp_path, target_dir, monkeypatch)
         for name in ("held_out", "domain")
     )
     assert len(held_out) == 4 and not set(held_out) & set(trained)
+
+
+def test_adapters_that_are_their_own_base_are_refused(tmp_path, head, monkeypatch):
+    for name in ("first", "second"):
+        draft = Eagle3DraftModel.from_pretrained(head)
+        get_peft_model(draft, LoraConfig(r=2, target_modules=["fc"])).save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    flags = ["--draft", "first", "--merge", "true", "--output", str(tmp_path / "merged")]
+    for bases in ({"first": "first"}, {"first": str(tmp_path / "second"), "second": "./first"}):
+        for name, base in bases.items():
+            path = tmp_path / name / "adapter_config.json"
+            path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": base}))
+        with pytest.raises(UsageError, match="names itself as its base head .*write there which head it adapts"):
+            export.main(flags)
+    assert not (tmp_path / "merged").exists()

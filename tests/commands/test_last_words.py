@@ -102,3 +102,14 @@ def test_a_missing_head_is_found_offline_before_the_target_is_loaded(tmp_path, f
 def test_the_version_is_printed(capsys):
     main(["--version"])
     assert capsys.readouterr().out == f"{__version__}\n"
+
+
+def test_license_and_id_of_a_run_are_those_of_a_later_card(tmp_path, flags):
+    head = tmp_path / "head"
+    train.main([
+        *flags, "--output_dir", str(head), "--max_steps", "1", "--hub_license", "mit", "--hub_model_id", "user/h2",
+        "--eval_fraction", "0", "--save_strategy", "no",
+    ])  # fmt: skip
+    card.main(["--draft", str(head)])
+    text = (head / "README.md").read_text()
+    assert "license: mit" in text and '"model": "user/h2", "num_speculative_tokens": 3' in text

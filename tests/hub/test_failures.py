@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import traceback
 
 import pytest
 from huggingface_hub import HfApi
@@ -101,8 +102,19 @@ def test_namespaces_of_others_and_unknown_tokens(hub, head):
 
 
 def test_revisions_that_cannot_be_made(hub, head):
-    with pytest.raises(HubError, match=r"status 404 \(Invalid rev id: refs/pr/9\)"):
-        head.push_to_hub("user/head", revision="refs/pr/9")
+    for is_there in (False, True):
+        with pytest.raises(HubError, match=r"status 404 \((Invalid rev id: refs/pr/9|Repository not found)\)"):
+            head.push_to_hub("user/head", revision="refs/pr/9")
+        assert bool(hub.store.repositories) == is_there, "a repository was made for a pull request that is not there"
+        HfApi().create_repo("user/head", exist_ok=True)
+
+
+def test_passwords_of_the_endpoint_are_not_shown(hub, head, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.endpoint.replace("://", "://me:s3cret-passw0rd@"))
+    with pytest.raises(HubError) as caught:
+        head.push_to_hub("user/head")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "://***@127.0.0.1" in shown and "s3cret" not in shown
 
 
 def test_hubs_that_cannot_be_reached(hub, head, monkeypatch):

@@ -4,19 +4,22 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, constants
+from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer
+from draftsmith.commands import export
 from draftsmith.hub import HubError, push
 from draftsmith.model_card import RunRecord, check_card
 from draftsmith.revisions import cached_commit, commit_of
@@ -39,6 +42,14 @@ def target(tmp_path):
 def trainer_of(tmp_path, target, **options):
     options = {"push_to_hub": True, "hub_model_id": REPOSITORY, "hub_strategy": "end", **options}
     return make_trainer(tmp_path / "run", make_rows([12, 9]), target=target, **options)
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == self.step
 
 
 def files_of(revision=None):
@@ -155,6 +166,97 @@ def test_every_checkpoint_pushes_its_head(hub, tmp_path, target, strategy):
     assert trainer.args.hub_token == OWNER_TOKEN
 
 
+def test_a_pushed_checkpoint_is_resumed_from_and_knows_no_paths(hub, tmp_path, target):
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    options |= {"load_best_model_at_end": True, "eval_rows": make_rows([11, 13]), "learning_rate": 0.01}
+    straight = trainer_of(tmp_path / "straight", target, push_to_hub=False, **options)
+    straight.train()
+    pushing = trainer_of(tmp_path, target, hub_strategy="checkpoint", hub_always_push=True, **options)
+    pushing.add_callback(StopAt(2))
+    pushing.train()
+    pushing._finish_current_push()
+    names = {name for name in files_of() if name.startswith("last-checkpoint/")}
+    assert "last-checkpoint/optimizer.pt" in names and "last-checkpoint/training_args.bin" not in names
+    for name, content in hub.files(REPOSITORY).items():
+        assert str(tmp_path).encode() not in content, f"{name} has a path"
+    checkpoint = Path(snapshot_download(REPOSITORY, allow_patterns="last-checkpoint/*")) / "last-checkpoint"
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["best_model_checkpoint"] is None
+    resumed = trainer_of(tmp_path / "elsewhere", target, push_to_hub=False, **options)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 4
+    for name, weight in straight.model.state_dict().items():
+        assert torch.equal(resumed.model.state_dict()[name], weight), name
+
+
+def test_pickles_of_a_checkpoint_run_no_code(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target, push_to_hub=False, save_strategy="steps", save_steps=1)
+    trainer.train()
+    checkpoint = tmp_path / "run" / "checkpoint-1"
+    torch.save({"path": Path("/")}, checkpoint / "scheduler.pt")
+    with pytest.raises(ValueError, match=r"`scheduler.pt` is a pickle of more than tensors"):
+        push(checkpoint, REPOSITORY, only="checkpoint", path_in_repo="last-checkpoint")
+    assert not hub.log
+
+
+def test_what_lies_in_the_output_directory_stays_there(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target)
+    trainer.train()
+    trainer.save_state()
+    (tmp_path / "run" / "wandb").mkdir()
+    for name in (".env", "wandb/run.wandb", "train.log", "result.json", "all_results.json"):
+        (tmp_path / "run" / name).write_text(f"{tmp_path}")
+    trainer.push_to_hub()
+    assert files_of() == {"README.md", "config.json", "model.safetensors", "run.json"}
+
+
+def test_the_call_that_pushes_again_does(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target, hub_revision="v2", hub_private_repo=True)
+    trainer.train()
+    trainer.save_state()
+    hub.fail(500, method="POST", path=r".*/commit/.*", times=20)
+    with pytest.raises(HubError) as caught:
+        trainer.push_to_hub()
+    hub.repair()
+    eval(re.search("`draftsmith.hub.(push.*)`;", str(caught.value))[1])
+    assert HfApi().model_info(REPOSITORY, revision="v2").private and "model.safetensors" in files_of("v2")
+    assert "trainer_state.json" not in files_of("v2")
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_a_card_that_was_edited_by_hand_stays(hub, tmp_path, target, strategy, caplog):
+    options = {"hub_strategy": strategy, "save_strategy": "steps", "save_steps": 1, "hub_always_push": True}
+    trainer = trainer_of(tmp_path, target, push_to_hub=False)
+    trainer.train()
+    trainer.save_model()
+    trainer.create_model_card()
+    card = tmp_path / "run" / "README.md"
+    card.write_text(card.read_text().replace("# run", "# run\n\nMy own words", 1))
+    trainer = trainer_of(tmp_path, target, **options)
+    trainer.train()
+    if strategy == "end":
+        trainer.push_to_hub()
+    trainer._finish_current_push()
+    assert "My own words" in card.read_text() and hub.files(REPOSITORY)["README.md"] == card.read_bytes()
+    assert "stays as it is" in caplog.text
+
+
+def test_a_card_knows_the_owner_of_the_repository(hub, tmp_path, target):
+    trainer = trainer_of(tmp_path, target, hub_model_id=None)
+    trainer.train()
+    trainer.push_to_hub()
+    card = str(ModelCard.load("user/run"))
+    assert "--draft user/run" in card and '"model": "user/run", "num_speculative_tokens": 3' in card
+
+
+def test_an_adapter_does_not_replace_its_base(hub, tmp_path, target):
+    Eagle3DraftModel.from_target(target).push_to_hub(REPOSITORY)
+    config = LoraConfig(r=2, target_modules=["o_proj"])
+    draft = Eagle3DraftModel.from_pretrained(REPOSITORY, target=target)
+    trainer = trainer_of(tmp_path, target, draft=draft, trainer_class=partial(Eagle3Trainer, peft_config=config))
+    with pytest.raises(ValueError, match=f"`hub_model_id` {REPOSITORY} holds the head that is adapted"):
+        trainer.train()
+
+
 def test_a_run_goes_on_when_a_push_fails_midway(hub, tmp_path, target, caplog):
     hub.fail(500, method="POST", path=r".*/commit/.*", times=100)
     options = {"max_steps": 3, "save_strategy": "steps", "save_steps": 1}
@@ -198,6 +300,21 @@ def test_an_adapter_of_a_local_head_is_refused_before_training(hub, tmp_path, ta
     with pytest.raises(ValueError, match="is not on the Hub"):
         push(tmp_path / "run", "user/adapter")
     assert not hub.log
+
+
+def test_a_merged_adapter_of_the_hub_keeps_its_record(hub, tmp_path, target):
+    Eagle3DraftModel.from_target(target).push_to_hub("user/base")
+    draft = Eagle3DraftModel.from_pretrained("user/base", target=target)
+    config = LoraConfig(r=2, target_modules=["o_proj"])
+    trainer = trainer_of(tmp_path, target, draft=draft, trainer_class=partial(Eagle3Trainer, peft_config=config))
+    trainer.train()
+    trainer.push_to_hub()
+    for source in (REPOSITORY, str(tmp_path / "run")):
+        merged = tmp_path / Path(source).name / "merged"
+        merged.parent.mkdir(exist_ok=True)
+        export.main(["--draft", source, "--merge", "true", "--output", str(merged)])
+        record, of_adapter = RunRecord.load(merged), RunRecord.load(tmp_path / "run")
+        assert of_adapter.repo_id == REPOSITORY and record == replace(of_adapter, repo_id=None)
 
 
 def test_repeating_a_finished_run_keeps_its_record(tmp_path, target, caplog):

@@ -1,6 +1,5 @@
 """`draftsmith card`: the model card of a head or of an adapter, from its config, its run and its evaluations."""
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -18,12 +17,8 @@ from ..model_card.run_record import HUB, MEMORY
 from ..models.eagle3 import Eagle3DraftConfig
 from ..serving.speculators import is_speculators_config
 from .arguments import check_local_path, check_output
+from .evaluation_files import evaluated_target, read_evaluation, read_json, refuse_another_head
 from .parsing import parse, usage_errors
-
-
-# Of an evaluation, what a card shows.
-SETTINGS = ("target", "prompts", "num_prompts", "max_new_tokens", "batch_size", "seed", "engine")
-RESULT = ("num_draft_tokens", "temperature", "plain_tokens_per_second", "total", "categories", "lengths")
 
 
 @dataclass
@@ -41,10 +36,16 @@ class CardArguments:
         default=None,
         metadata={"help": "Hub id or directory of the target; default: what `run.json` or the evaluation says."},
     )
-    license: str | None = field(default=None, metadata={"help": "The Hub's identifier of the license: apache-2.0."})
+    license: str | None = field(
+        default=None,
+        metadata={"help": "The Hub's identifier of the license, apache-2.0; default: what `run.json` says."},
+    )
     license_name: str | None = field(default=None, metadata={"help": "Name of the license, for `license` other."})
     license_link: str | None = field(default=None, metadata={"help": "Its URL, or LICENSE in the repository."})
-    repo_id: str | None = field(default=None, metadata={"help": "Where on the Hub the head will be: owner/name."})
+    repo_id: str | None = field(
+        default=None,
+        metadata={"help": "Where on the Hub the head will be, owner/name; default: what `run.json` says."},
+    )
     output: str | None = field(default=None, metadata={"help": "The card; default: README.md in `draft`."})
     overwrite: bool = field(
         default=False, metadata={"help": "Overwrite a card that was written or edited by someone else."}
@@ -98,61 +99,58 @@ def main(argv: Sequence[str] | None = None) -> Path:
     """Write the card, whole or not at all, and return its path."""
     (args,) = parse((CardArguments,), argv)
     with usage_errors():
-        text = card_text(args)
+        text, license = card_text(args)
         check_card(text)
-        for plot in args.plots:
-            if (copy := args.card.with_name(plot.name)).absolute() != plot.absolute():
-                with written_whole(copy) as unfinished:
-                    shutil.copyfile(plot, unfinished)
-        with written_whole(args.card) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
+        try:
+            write_card(args, text)
+        except OSError as error:
+            raise OSError(
+                f"`output`: {args.card} could not be written: {error}. Make room, or name another file; what was "
+                "there is as it was."
+            ) from error
     print(f"{args.card} describes {args.draft} and keeps the Hub's rules.")
-    if args.license is None:
+    if license is None:
         print("It names no license, so others can't know how they may use the head: add --license <identifier>.")
     return args.card
 
 
-def card_text(args: CardArguments) -> str:
+def write_card(args: CardArguments, text: str) -> None:
+    """The card last: the plots that it shows are there then."""
+    for plot in args.plots:
+        if (copy := args.card.with_name(plot.name)).absolute() != plot.absolute():
+            with written_whole(copy) as unfinished:
+                shutil.copyfile(plot, unfinished)
+    with written_whole(args.card) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def card_text(args: CardArguments) -> tuple[str, License | None]:
+    """The card, and the license that it names: what is not given is as `run.json` has it."""
     draft = Path(args.draft)
     evaluations = [read_evaluation(Path(path)) for path in args.evaluation]
     record = RunRecord.load(draft) if (draft / RUN_FILE).exists() else RunRecord()
     record = replace(record, target=known_target(args.target, record.target, evaluations))
+    repo_id = args.repo_id or (record.repo_id if "/" in (record.repo_id or "") else None)
+    refuse_another_head(evaluations, draft, repo_id)
+    given = None if args.license is None else License(args.license, args.license_name, args.license_link)
+    license = given or record.license
     config = None
     if not (draft / ADAPTER_CONFIG_NAME).is_file():
-        if is_speculators_config(_read_json(draft / CONFIG_NAME)):
+        if is_speculators_config(read_json(draft / CONFIG_NAME)):
             raise ValueError(
                 f"`draft` is {draft}, a head in the speculators layout: name the head that it was exported from."
             )
         config = Eagle3DraftConfig.from_pretrained(draft).to_diff_dict()
-    return make_card(
+    text = make_card(
         draft,
         record,
         config=config,
-        repo_id=args.repo_id,
-        license=None if args.license is None else License(args.license, args.license_name, args.license_link),
+        repo_id=repo_id,
+        license=license,
         evaluations=evaluations,
         plots=[plot.name for plot in args.plots],
     )
-
-
-def read_evaluation(path: Path) -> dict[str, Any]:
-    evaluation = _read_json(path)
-    try:
-        parts = [(evaluation["settings"], SETTINGS), *((result, RESULT) for result in evaluation["results"])]
-        missing = [name for values, names in parts for name in names if name not in values]
-    except (KeyError, TypeError):
-        missing = ["settings` and `results"]
-    if missing or len(parts) == 1:
-        lacking = f"`{missing[0]}`" if missing else "any result"
-        raise ValueError(f"`evaluation`: {path} lacks {lacking}: name what `draftsmith evaluate --output` wrote.")
-    return evaluation
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read as JSON: {error}. Write it anew, or leave it out.") from error
+    return text, license
 
 
 def known_target(given: str | None, recorded: Source | None, evaluations: Sequence[dict[str, Any]]) -> Source:
@@ -161,7 +159,7 @@ def known_target(given: str | None, recorded: Source | None, evaluations: Sequen
         target = Source.of(given)
         is_recorded = recorded is not None and (recorded.name, recorded.kind) == (target.name, target.kind)
         return recorded if is_recorded else target  # type: ignore[return-value]  # with its revision
-    evaluated = [Source.of(evaluation["settings"]["target"]) for evaluation in evaluations]
+    evaluated = [evaluated_target(evaluation["settings"]) for evaluation in evaluations]
     sources = [source for source in (recorded, *evaluated) if source is not None and source.kind != MEMORY]
     if not sources:
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedConfig, set_seed
 
 from ..data import PRESETS, LabelledPrompt, prompt_ids, read_prompts
+from ..model_card import Source
 from ..models.eagle3 import Eagle3DraftConfig
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..serving.compatibility import launch_flags
@@ -145,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> Report:
             check_draft(args.draft)
     if args.output is not None and not can_plot():
         print("no plot, which needs matplotlib: pip install draftsmith[plot]")
-    report = Report(settings={**asdict(args), "target": target_args.target})
+    report = Report(settings={**asdict(args), **sources(target_args, args)})
     # closed at once, whatever is raised here: a server that was launched ends with it
     with _as_usage_error(), closing(engines(target_args, args, tokenizer)) as tried:
         for engine, num_draft_tokens in tried:
@@ -161,6 +162,12 @@ def main(argv: Sequence[str] | None = None) -> Report:
                 if args.output is not None:  # after each, since a later one may fail
                     write_report(report, Path(args.output))
     return report
+
+
+def sources(target_args: TargetArguments, args: EvaluateArguments) -> dict[str, Any]:
+    """Target and head, and whether they are of the Hub, which their names alone do not tell elsewhere."""
+    kinds = {"target_kind": Source.of(target_args.target).kind, "draft_kind": Source.of(args.draft).kind}
+    return {"target": target_args.target, "target_revision": target_args.target_revision, **kinds}
 
 
 def grouped(prompts: Sequence[LabelledPrompt], tokenizer: Any, args: EvaluateArguments) -> list[Group]:

@@ -2,18 +2,18 @@
 
 import json
 import shlex
-import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
 
-from ..model_card import RUN_FILE
+from ..model_card import RUN_FILE, RunRecord
 from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     with usage_errors():
         check_draft(args.draft)
         check_merge(args)
+        refuse_own_base(args.draft)
         draft = Eagle3DraftModel.from_pretrained(args.draft)
         target_config = None
         if args.target is not None:
@@ -87,6 +88,22 @@ def check_merge(args: ExportArguments) -> None:
             if args.merge
             else f"`draft` {args.draft} is an adapter, which no server reads: add --merge to write its head with it."
         )
+
+
+def refuse_own_base(draft: str) -> None:
+    """Raise for adapters that are, by way of the heads that they name, their own base."""
+    seen: list[str] = []
+    while (path := find_adapter_config_file(draft)) is not None:
+        here = str(Path(draft).resolve()) if Path(draft).is_dir() else draft.casefold()
+        if here in seen:
+            raise ValueError(
+                f"`draft` {draft} names itself as its base head (`base_model_name_or_path` in {path}): write there "
+                "which head it adapts."
+            )
+        seen.append(here)
+        draft = json.loads(Path(path).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+        if not draft or Path(draft).is_absolute() and not Path(draft).is_dir():
+            return  # the loader says so
 
 
 def fit_to_target_config(config: Eagle3DraftConfig, target_config: PreTrainedConfig) -> None:
@@ -113,15 +130,22 @@ def export(draft: Eagle3DraftModel, args: ExportArguments, target_config: PreTra
     for reader in compatibility.READERS_OF[args.format]:
         if reader in (args.server, compatibility.SPECULATORS):  # servers only on request, the layout always
             compatibility.check_readable(draft.config.to_diff_dict(), draft.state_dict(), reader)
+    record = record_of(args.draft)
     try:
         with whole_directory(Path(args.output)) as directory:
             WRITERS[args.format](draft, directory, args, target_config)
-            if (record := Path(args.draft) / RUN_FILE).is_file():  # what the card will tell
-                shutil.copyfile(record, directory / RUN_FILE)
+            if record is not None:  # what the card will tell, but not where what it was made of lies on the Hub
+                replace(record, repo_id=None).save(directory)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"`output`: {args.output} could not be written: {error}. Make room, or name another directory."
         ) from error
+
+
+def record_of(draft: str) -> RunRecord | None:
+    """`run.json` beside a head, in a directory or on the Hub, if it has one."""
+    found = cached_file(draft, RUN_FILE, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else RunRecord.load(Path(found).parent)
 
 
 def write_default(draft: Eagle3DraftModel, directory: Path, *_: Any) -> None:

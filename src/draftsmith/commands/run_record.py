@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence, Sized
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..data import DataArguments, PreparedData, count_tokens, coverage
 from ..model_card import RunRecord, Source
+from ..model_card.metadata import LOCAL_PATH
 from ..models.eagle3 import Eagle3DraftModel
 from ..revisions import cached_commit
 from .arguments import DraftArguments, TargetArguments
@@ -25,14 +27,14 @@ def with_sources(
 ) -> RunRecord:
     d2t = None if draft.d2t is None else draft.d2t.cpu()
     known = record.target.revision if record.target is not None else None
-    adapter = target_args.target_adapter
+    adapter, gguf_file, source = target_args.target_adapter, target_args.target_gguf_file, draft_args.draft
     return replace(
         record,
         target=Source.of(target_args.target, revision=known or target_args.target_revision),
         target_adapter=None if adapter is None else Source.of(adapter, revision=cached_commit(adapter)),
-        draft=None
-        if draft_args.draft is None
-        else Source.of(draft_args.draft, revision=cached_commit(draft_args.draft)),
+        target_gguf_file=gguf_file and (Path(gguf_file).name if LOCAL_PATH.search(gguf_file) else gguf_file),
+        trust_remote_code=target_args.trust_remote_code or None,
+        draft=None if source is None else Source.of(source, revision=cached_commit(source)),
         datasets=sources_of(data_args.dataset, data_args.split, data.train),
         eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),

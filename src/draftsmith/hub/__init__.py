@@ -1,8 +1,12 @@
 """The Hugging Face Hub: what a repository of a head holds, its card, and how it gets there."""
 
-from .account import full_name
-from .card import make_card
-from .upload import CARD, LEFT_BY_TRAINING, HubError, check_push, hub_id, push
+from .card import keeps_edited_card, make_card, read_config
+from .failures import HubError
+from .files import CARD, LEFT_BY_TRAINING
+from .upload import check_push, full_name, hub_id, is_same_repository, push
 
 
-__all__ = ["CARD", "LEFT_BY_TRAINING", "HubError", "check_push", "full_name", "hub_id", "make_card", "push"]
+__all__ = [
+    "CARD", "LEFT_BY_TRAINING", "HubError", "check_push", "full_name", "hub_id", "is_same_repository",
+    "keeps_edited_card", "make_card", "push", "read_config",
+]  # fmt: skip

@@ -31,9 +31,16 @@ LICENSE_FILES = ("LICENSE", "LICENSE.md")  # what `license_link` may name in the
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".txt", ".gz", ".bz2", ".xz", ".zst")
 # Absolute and relative paths, also within a text; the slashes of a URL are none.
 LOCAL_PATH = re.compile(r"(?:^|[\s\"'=(,:])(?:~?/[^\s/]|\.{1,2}[/\\]|[A-Za-z]:[/\\]|file:)")
-# A token has 34 letters and digits behind `hf_`; names that begin so are shorter, or have dashes. No boundary is asked
-# for in front: in escaped text a letter may stand there (`\nhf_..`).
-TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
+# Secrets by their shapes. A token has 34 letters and digits behind `hf_`; names that begin so are shorter, or have
+# dashes. No boundary is asked for in front: in escaped text a letter may stand there (`\nhf_..`).
+TOKEN = re.compile(
+    r"hf_[A-Za-z0-9]{30,}|hf_(?:oauth|jwt)_(?:eyJ[\w.=-]+|[A-Za-z0-9]{20,})"
+    r"|sk-(?:proj|svcacct|admin|ant|or)-[\w-]{20,}|sk-[A-Za-z0-9]{40,}"
+    r"|gh[oprsu]_[A-Za-z0-9]{36}|github_pat_\w{40,}|glpat-[\w-]{20,}|xox[abeprs]-[0-9A-Za-z-]{20,}"
+    r"|A(?:KIA|SIA)[0-9A-Z]{16}|AIza[\w-]{35}|wandb_v1_\w{20,}|(?i:wandb_api_key)\W{1,4}[0-9a-f]{40}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+USER_INFO = re.compile(r"(?<=://)[^\s/@\"'\\]+:[^\s/@\"'\\]+(?=@)")  # of a URL: `user:password`
 
 
 @dataclass(frozen=True)
@@ -80,14 +87,19 @@ def is_hub_id(text: str) -> bool:
     return not text.lower().endswith(DATA_SUFFIXES)
 
 
+def holds_secret(text: str) -> bool:
+    """Whether a token, a key, or a password within a URL is in it, by their usual shapes."""
+    return any(pattern.search(text) for pattern in (TOKEN, USER_INFO))
+
+
 def check_card(text: str) -> None:
     """Check offline what the Hub would check of a card, and that it gives away neither paths nor tokens.
 
     Raises:
         ValueError: names the field, the value and the remedy.
     """
-    if TOKEN.search(text):
-        raise ValueError("The card holds an access token (`hf_..`): remove it, and revoke it if it was shared.")
+    if holds_secret(text):
+        raise ValueError("The card holds an access token, key or password: remove it, and revoke it if it was shared.")
     metadata = _metadata(text)
     for field, value in leaves(metadata):
         if value is None or isinstance(value, float) and not math.isfinite(value):

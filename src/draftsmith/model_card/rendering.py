@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from .metadata import License
 from .run_record import HUB, MEMORY, RunRecord, Source
+from .target_options import command_words, python_options
 
 
 ENGINES = {
@@ -128,7 +130,8 @@ def _render(
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "cell": _cell, "quoted": json.dumps, "prompt_name": _prompt_name, "engine_name": ENGINES.get,
+        "cell": _cell, "quoted": json.dumps, "shell": shlex.quote, "prompt_name": _prompt_name,
+        "engine_name": ENGINES.get,
     }  # fmt: skip
     text = environment.get_template(template).render(
         metadata=metadata.to_yaml(),
@@ -139,6 +142,8 @@ def _render(
         recipe=[(f"`{name}`", value) for name, value in record.recipe.items()],
         devices=", ".join(f"{count} × {device}" for device, count in record.devices.items()),
         metrics=_metrics(record),
+        target_words=command_words(record),
+        target_options="".join(f", {name}={_python(value)}" for name, value in python_options(record).items()),
         **facts,
     )
     text = re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n\n"
@@ -204,7 +209,10 @@ def evaluation_results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[Eva
 
 def categories(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     total = [("all prompts", result["total"])] if len(result["categories"]) > 1 else []
-    return [*result["categories"].items(), *total]
+    named = [
+        (Source.of(name).name if "://" in name else name, counts) for name, counts in result["categories"].items()
+    ]
+    return [*named, *total]
 
 
 def _metrics(record: RunRecord) -> list[tuple[str, float | None, float | None]]:
@@ -223,6 +231,10 @@ def _prompt_name(prompts: str) -> str:
     """A preset, a Hub id or the last component of a path, of what `evaluate --prompts` takes."""
     preset, separator, _ = prompts.partition("=")
     return f"{preset} (a local copy)" if separator and "/" not in preset else Source.of(prompts).name
+
+
+def _python(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _cell(value: Any) -> str:

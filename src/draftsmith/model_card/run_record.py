@@ -11,15 +11,16 @@ from importlib import metadata
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 import torch
 from transformers import TrainingArguments
 
-from .metadata import LOCAL_PATH, TOKEN, is_hub_id, leaves
+from .metadata import LOCAL_PATH, License, holds_secret, is_hub_id, leaves
 
 
 RUN_FILE = "run.json"
-HUB, LOCAL, MEMORY = "hub", "local", "memory"
+HUB, LOCAL, MEMORY = KINDS = "hub", "local", "memory"
 SNAPSHOT = re.compile(r"(?:models|datasets)--(?P<id>[^/\\]+)[/\\]snapshots[/\\](?P<revision>[0-9a-f]+)")
 # The training arguments that decide the weights: neither paths nor tokens nor how often a run logs.
 RECIPE = (
@@ -27,6 +28,10 @@ RECIPE = (
     "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm",
     "per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "bf16", "fp16",
     "gradient_checkpointing", "target_tp",
+)  # fmt: skip
+NOT_NEGATIVE = (
+    "coverage", "target_vocab_size", "draft_vocab_size", "trained_parameters", "hours", "tokens_per_second",
+    "tokens_seen",
 )  # fmt: skip
 LIBRARIES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "deepspeed", "peft")
 
@@ -48,6 +53,12 @@ class Source:
     split: str | None = None
     rows: int | None = None
 
+    def __post_init__(self) -> None:
+        if not self.name or self.kind not in KINDS:
+            raise ValueError(
+                f"`name` is {self.name!r} and `kind` {self.kind!r}: the one empty or the other none of {KINDS}"
+            )
+
     @classmethod
     def of(
         cls, value: Any, *, revision: str | None = None, split: str | None = None, rows: int | None = None
@@ -55,16 +66,20 @@ class Source:
         """What an argument stands for: a path or Hub id, or anything else, which is data in memory.
 
         A snapshot in the Hub's cache is the repository and the commit that it is of. Revision and split are the Hub's.
+        Of a URL its file is told, and neither its query nor its user, which may hold signatures and passwords.
         """
         if not isinstance(value, str | os.PathLike) or not os.fspath(value):  # a model in memory has an empty path
             return cls("in-memory data", MEMORY, rows=rows)
         path = os.fspath(value)
         if snapshot := SNAPSHOT.search(path):
             return cls(snapshot["id"].replace("--", "/"), HUB, snapshot["revision"], split, rows)
+        if "://" in path:
+            parts = urlsplit(path)
+            return cls(os.path.basename(parts.path.rstrip("/")) or parts.hostname or "a URL", LOCAL, rows=rows)
         local = Path(path).expanduser()
         if is_hub_id(path) and not local.exists():
             return cls(path, HUB, revision, split, rows)
-        return cls(os.path.basename(os.path.abspath(local)), LOCAL, rows=rows)
+        return cls(os.path.basename(os.path.abspath(local)) or "/", LOCAL, rows=rows)
 
 
 @dataclass
@@ -72,7 +87,8 @@ class RunRecord:
     """What is known of a run; the rest is None or empty, and absent on the card.
 
     Attributes:
-        target, target_precision, target_adapter: the model that was drafted for, as it was loaded (`bfloat16`, ..).
+        target, target_precision, target_adapter, target_gguf_file, trust_remote_code: the model that was drafted for,
+            as it was loaded (`bfloat16`, ..).
         draft: the head that training started from.
         datasets, eval_datasets: what it was trained and evaluated on.
         coverage: share of the supervised tokens that the draft vocabulary holds.
@@ -82,11 +98,14 @@ class RunRecord:
         tokens_per_second, tokens_seen: of training, over all devices.
         train_metrics, eval_metrics: the last of each.
         versions: [`library_versions`].
+        repo_id, license: where on the Hub the head goes, `owner/name`, and for what use; of later cards, too.
     """
 
     target: Source | None = None
     target_precision: str | None = None
     target_adapter: Source | None = None
+    target_gguf_file: str | None = None
+    trust_remote_code: bool | None = None
     draft: Source | None = None
     datasets: list[Source] = field(default_factory=list)
     eval_datasets: list[Source] = field(default_factory=list)
@@ -103,6 +122,15 @@ class RunRecord:
     train_metrics: dict[str, float] = field(default_factory=dict)
     eval_metrics: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    repo_id: str | None = None
+    license: License | None = None
+
+    def __post_init__(self) -> None:
+        if self.coverage is not None and self.coverage > 1:
+            raise ValueError(f"`coverage` is {self.coverage}, a share of more than 1")
+        for name in NOT_NEGATIVE:
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise ValueError(f"`{name}` is {value}, less than 0")
 
     def save(self, directory: str | Path) -> None:
         """Write `run.json`, whole or not at all.
@@ -182,8 +210,8 @@ def _known(value: Any) -> Any:
 
 def _refuse_private(values: Any) -> None:
     for name, value in leaves(values):
-        if isinstance(value, str) and TOKEN.search(value):
-            raise ValueError(f"`{name}` holds an access token (`hf_..`): leave it out")
+        if isinstance(value, str) and holds_secret(value):
+            raise ValueError(f"`{name}` holds an access token, key or password: leave it out")
         if isinstance(value, str) and LOCAL_PATH.search(value):
             raise ValueError(f"`{name}` is {value!r}, a path of this machine: record it by `Source.of`")
 
@@ -197,7 +225,11 @@ def _decoded(hint: Any, value: Any, name: str) -> Any:
         hints = get_type_hints(origin)
         if unknown := value.keys() - hints.keys():
             raise ValueError(f"`{name}` has an unknown field {min(unknown)!r}")
-        return origin(**{key: _decoded(hints[key], item, key) for key, item in value.items()})
+        fields = {key: _decoded(hints[key], item, key) for key, item in value.items()}
+        try:
+            return origin(**fields)
+        except ValueError as error:
+            raise ValueError(f"`{name}`: {error}") from error
     if origin is list and isinstance(value, list):
         return [_decoded(arguments[0], item, name) for item in value]
     if origin is dict and isinstance(value, dict):

@@ -1,6 +1,5 @@
 """Publishing what a run makes: its record, its card, and one checked upload, whatever the number of ranks."""
 
-import json
 import logging
 import shutil
 import tempfile
@@ -16,13 +15,7 @@ from huggingface_hub import CommitInfo
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from .. import hub
-from ..model_card import (
-    RUN_FILE,
-    License,
-    RunRecord,
-    check_card,
-)
-from ..model_card.rendering import is_unedited
+from ..model_card import RUN_FILE, License, RunRecord, check_card
 from ..model_card.run_record import HUB, MEMORY
 from .adapters import is_adapted
 from .arguments import Eagle3TrainingArguments, refuse_unpublishable, repository_of
@@ -34,11 +27,9 @@ from .uploads import BackgroundPush, set_aside
 
 logger = logging.getLogger(__name__)
 
-PUSH_AGAIN = "trainer.push_to_hub(..)"
 WITH_CHECKPOINTS = (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS)
 HEAD = "head"
 STAGED = "_push-"  # what the name of a directory begins with whose files are on their way to the Hub
-NOT_PUSHED = (*hub.LEFT_BY_TRAINING, "runs/*", "last-checkpoint/*", "training_args.bin")
 
 
 class PublishingTrainer(FaultTolerantTrainer):
@@ -91,6 +82,8 @@ class PublishingTrainer(FaultTolerantTrainer):
                 "`push_to_hub`: the head that is adapted is not on the Hub, so its adapter could not be loaded from "
                 "there: push the head first, and adapt it by its id."
             )
+        elif is_adapted(self.model) and base and hub.is_same_repository(repository_of(self.args), base.name):
+            refusal = f"`hub_model_id` {base.name} holds the head that is adapted: name another for its adapter."
         if refusal is not None:
             if self._makes_directory and self.args.should_save:
                 with suppress(OSError):  # it is not empty
@@ -132,7 +125,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         evaluations: Sequence[Mapping[str, Any]] = (),
         **kwargs: Any,
     ) -> None:
-        """Write README.md beside the head in `directory` (default: `output_dir`), with what `run.json` there says.
+        """Write README.md beside the head in `directory` (default: `output_dir`), unless its own was edited by hand.
 
         One in `output_dir` that someone has edited stays as it is, and goes along.
 
@@ -146,16 +139,14 @@ class PublishingTrainer(FaultTolerantTrainer):
         if not self.is_world_process_zero():
             return
         own, directory = Path(self.args.output_dir or "."), Path(directory or self.args.output_dir or ".")
-        if (edited := own / hub.CARD).is_file() and not is_unedited(text := edited.read_text(encoding="utf-8")):
-            logger.warning("%s was edited, so it stays; `draftsmith card --overwrite true` renders it anew.", edited)
-            return None if directory == own else _write_card(directory, text)
+        if hub.keeps_edited_card(directory, own):
+            return
         license = license or self.args.hub_license
-        config = directory / "config.json"
         text = hub.make_card(
             directory,
             RunRecord.load(directory),
-            config=json.loads(config.read_text()) if config.is_file() else None,
-            repo_id=self.hub_model_id,
+            config=hub.read_config(directory),
+            repo_id=self.hub_model_id and hub.full_name(self.hub_model_id, self.args.hub_token),
             license=None if license is None else License(license),
             evaluations=evaluations,
         )
@@ -204,9 +195,13 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     def _name_repository(self, token: str | None) -> str:
         """Its full name, which the card says: whose it is, is asked only when there is something to push."""
-        repo_id = hub.full_name(repository_of(self.args), token, again=PUSH_AGAIN)
+        repo_id = hub.full_name(repository_of(self.args), token)
         self.hub_model_id = repo_id  # type: ignore[assignment]
         return repo_id
+
+    @property
+    def _push_at_the_end(self) -> str:
+        return f"draftsmith.hub.push({self.args.output_dir!r}, {repository_of(self.args)!r}, only='head')"
 
     def _push_options(
         self, message: str, token: str | None = None, revision: str | None = None, private: bool | None = None
@@ -216,8 +211,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             "token": token or self.args.hub_token,
             "revision": revision or self.args.hub_revision,
             "private": self.args.hub_private_repo if private is None else private,
-            "ignore_patterns": NOT_PUSHED,
-            "again": PUSH_AGAIN,
+            "only": "head",
         }
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -250,6 +244,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             return
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         options = self._push_options(f"Training in progress, step {self.state.global_step}")
+        options["again"] = self._push_at_the_end
         push = partial(self._upload, staged, Path(checkpoint_folder).name, options)
         self._uploads.start(push, outlives=False)
 
@@ -262,8 +257,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             hub.push(staged / HEAD, repo_id, **options)
             if strategy in WITH_CHECKPOINTS:
                 path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint
-                options |= {"ignore_patterns": None, "pickles": True, "path_in_repo": path}
-                hub.push(staged / checkpoint, repo_id, **options)
+                hub.push(staged / checkpoint, repo_id, **{**options, "only": "checkpoint", "path_in_repo": path})
         except (hub.HubError, ValueError, OSError) as error:
             logger.error("Training goes on, but its head did not reach the Hub. %s", error)
         finally:
@@ -276,7 +270,7 @@ class PublishingTrainer(FaultTolerantTrainer):
             logger.error(
                 "%s ended the wait for a push to `%s`, which may not have arrived whole; local files are whole. Push "
                 "again with `%s`, or run again with `resume_from_checkpoint` auto.",
-                Signals(self._cut_by).name, self.hub_model_id, PUSH_AGAIN,
+                Signals(self._cut_by).name, self.hub_model_id, self._push_at_the_end,
             )  # fmt: skip
 
     @property

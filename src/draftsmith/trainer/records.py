@@ -4,7 +4,7 @@ from collections.abc import Sized
 from dataclasses import replace
 from typing import Any
 
-from ..model_card import RunRecord, Source, device_counts, library_versions, training_recipe
+from ..model_card import License, RunRecord, Source, device_counts, library_versions, training_recipe
 from ..revisions import cached_commit, commit_of
 from ..target_family import base_model
 from .arguments import Eagle3TrainingArguments
@@ -56,4 +56,6 @@ def finished_record(
         train_metrics={name: float(value) for name, value in trained.items()},
         eval_metrics={name: float(value) for name, value in evaluated.items()},
         versions=library_versions(),
+        repo_id=args.hub_model_id,
+        license=None if args.hub_license is None else License(args.hub_license),
     )
