@@ -144,7 +144,8 @@ def export(draft: Eagle3DraftModel, args: ExportArguments, target_config: PreTra
 
 def record_of(draft: str) -> RunRecord | None:
     """`run.json` beside a head, in a directory or on the Hub, if it has one."""
-    found = cached_file(draft, RUN_FILE, _raise_exceptions_for_missing_entries=False)
+    lenient = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(draft, RUN_FILE, **lenient)
     return None if found is None else RunRecord.load(Path(found).parent)
 
 

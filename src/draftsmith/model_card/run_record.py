@@ -54,10 +54,10 @@ class Source:
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.name or self.kind not in KINDS:
-            raise ValueError(
-                f"`name` is {self.name!r} and `kind` {self.kind!r}: the one empty or the other none of {KINDS}"
-            )
+        if not self.name:
+            raise ValueError("`name` is empty")
+        if self.kind not in KINDS:
+            raise ValueError(f"`kind` is {self.kind!r}, none of {', '.join(KINDS)}")
 
     @classmethod
     def of(
