@@ -164,8 +164,11 @@ def _check_options(private: Any, create_pr: Any, revision: str | None, ignore_pa
         raise ValueError(f"`only` is {only!r}: pass {HEAD!r}, {CHECKPOINT!r} or None.")
 
 
-def full_name(repo_id: str, token: str | bool | None = None) -> str:
+def full_name(repo_id: str, token: str | bool | None = None, again: str = "the same call") -> str:
     """`repo_id` with its owner, by which it is loaded; the Hub is asked for the account of the token if it has none.
+
+    Args:
+        again: what to run after a failure.
 
     Raises:
         ValueError, HubError: as [`check_push`], or the Hub could not be reached or refused.
@@ -173,7 +176,7 @@ def full_name(repo_id: str, token: str | bool | None = None) -> str:
     if "/" in repo_id:
         return repo_id
     secret = check_push(repo_id, token)
-    with explained(repo_id, secret, "the same call"):
+    with explained(repo_id, secret, again):
         return f"{HfApi(token=secret).whoami()['name']}/{repo_id}"
 
 
