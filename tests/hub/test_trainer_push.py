@@ -422,7 +422,7 @@ def test_a_signal_ends_the_wait_for_a_push(hub, tmp_path, target, monkeypatch, c
         released.set()
     assert waited < 30 and is_pushing
     assert trainer.stopped_by == number and trainer.state.global_step == 1
-    assert "local files are whole" in caplog.text and "trainer.push_to_hub" in caplog.text
+    assert "local files are whole" in caplog.text and "`resume_from_checkpoint` auto" in caplog.text
     assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").is_file()
     trainer.push_to_hub()  # waits for what is under way
 

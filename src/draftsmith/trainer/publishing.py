@@ -268,9 +268,9 @@ class PublishingTrainer(FaultTolerantTrainer):
         if not self._uploads.wait(until=lambda: self._stop.received):
             self._cut_by = self._stop.received
             logger.error(
-                "%s ended the wait for a push to `%s`, which may not have arrived whole; local files are whole. Push "
-                "again with `%s`, or run again with `resume_from_checkpoint` auto.",
-                Signals(self._cut_by).name, self.hub_model_id, self._push_at_the_end,
+                "%s ended the wait for a push to `%s`, which may not have arrived whole; local files are whole. The "
+                "run goes on, and pushes again, with `resume_from_checkpoint` auto.",
+                Signals(self._cut_by).name, self.hub_model_id,
             )  # fmt: skip
 
     @property
