@@ -1,7 +1,9 @@
 """`draftsmith cache` and training from it: as beside the target, resumable, and refused where it is of others."""
 
+import fcntl
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -21,8 +23,7 @@ from draftsmith.commands import cache, train
 from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
-from draftsmith.data import DataArguments
-from draftsmith.data.hidden_states import HiddenStateCache
+from draftsmith.data.hidden_states import DamagedShard, HiddenStateCache
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
 from tests.trainer.ranks import TORCHRUN, launch
@@ -159,7 +160,7 @@ def test_warm_start_from_a_cache(tmp_path, states):
     config = json.loads((tmp_path / "first" / "config.json").read_text())
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 4, 5], "eagle_config": {}}
     (tmp_path / "first" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=r"`draft` fuses the states of layers \[1, 4, 5\].*\[2, 4, 5\]"):
+    with pytest.raises(UsageError, match=r"The head fuses the states of layers \[1, 4, 5\].*\[2, 4, 5\]"):
         train.main([*flags, "--draft", str(tmp_path / "first"), "--output_dir", str(tmp_path / "third")])
 
 
@@ -168,9 +169,10 @@ def test_warm_start_from_a_cache(tmp_path, states):
     [
         (["--dataset", "x.jsonl"], "leave out `dataset`"),
         (["--aux_layer_ids", "1", "4", "5"], r"`aux_layer_ids` is \[1, 4, 5\], the cache's are \[2, 4, 5\]"),
-        (["--max_length", "32"], "`max_length` is 32, the cache's 64"),
-        (["--chat_template", "{{ messages }}"], "`chat_template` is '{{ messages }}', the cache's None"),
-        (["--chat_template_kwargs", '{"enable_thinking": false}'], "`chat_template_kwargs`"),
+        (["--max_length", "64", "--deduplicate", "false"], "leave out `max_length`, `deduplicate`"),
+        (["--dataset_weights", "1"], "leave out `dataset_weights`"),
+        (["--chat_template_kwargs", '{"enable_thinking": false}'], "leave out `chat_template_kwargs`"),
+        (["--packing=false"], "leave out `packing`"),
         (["--target_dtype", "float32"], "`target_dtype` needs `target`"),
         (["--keep_target_states", "true"], "`keep_target_states` is of no use"),
         (["--compile_target", "true"], "`compile_target` is of no use"),
@@ -209,7 +211,7 @@ def test_a_target_of_the_hub_is_known_by_its_name_and_commit(states, monkeypatch
         config = LlamaConfig()
         config._commit_hash = commit
         monkeypatch.setattr(TargetArguments, "config", lambda self: config)
-        refuse_other_sources(cached, TargetArguments(name), DraftArguments(), DataArguments())
+        refuse_other_sources(cached, TargetArguments(name), DraftArguments())
 
     check("user/target", "a" * 40)
     check("user/target", None)  # not known
@@ -230,13 +232,34 @@ def test_an_adapter_of_the_hub_is_known_by_its_name_and_commit(states, monkeypat
     def check(name, commit):
         monkeypatch.setattr("draftsmith.commands.cached_sources.cached_commit", lambda name: commit)
         target = TargetArguments("user/target", target_adapter=name)
-        refuse_other_sources(cached, target, DraftArguments(), DataArguments())
+        refuse_other_sources(cached, target, DraftArguments())
 
     check("user/adapter", "a" * 40)
     check("user/adapter", None)  # not known
     for name, commit in (("user/adapter", "b" * 40), ("user/other", "a" * 40), (None, None)):
         with pytest.raises(ValueError, match="`target_adapter`"):
             check(name, commit)
+
+
+def test_the_record_says_how_cached_rows_were_chosen(tmp_path, bf16_target, data):
+    chosen = ["--dataset_weights", "1", "--deduplicate", "true", "--max_rows", "20", "--split_long_documents", "true"]
+    flags = ["--target", str(bf16_target), *data, *chosen]
+    cache.main([*flags, "--output_dir", str(tmp_path / "states")])
+    recipes = []
+    for given in (flags, ["--hidden_states", str(tmp_path / "states")]):
+        train.main([*given, *RUN, "--max_steps", "1", "--output_dir", str(tmp_path / f"head-{len(recipes)}")])
+        recipes.append(json.loads((tmp_path / f"head-{len(recipes)}" / "run.json").read_text())["recipe"])
+    assert recipes[1] == {**recipes[0], "hidden_states": "bfloat16"}
+    assert recipes[1]["dataset_weights"] == [1.0] and recipes[1]["max_rows"] == 20
+    assert recipes[1]["deduplicate"] and recipes[1]["split_long_documents"]
+
+
+def test_the_last_word_names_the_target_of_the_hub(copied, capsys):
+    manifest = HiddenStateCache(copied).manifest
+    of_hub = {"name": "user/target", "kind": "hub", "revision": None}
+    replace(manifest, target={**manifest.target, **of_hub}).save(copied, "index.json")
+    train.main(["--hidden_states", str(copied), *RUN, "--max_steps", "1", "--output_dir", str(copied.parent / "head")])
+    assert "draftsmith evaluate --target user/target --draft" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -254,32 +277,114 @@ def shard_of(directory) -> Path:
     return next(directory.glob("train-*.safetensors"))
 
 
-def test_damaged_and_unfinished_caches_are_refused_and_mended(copied, tmp_path, bf16_target, data, capsys):
-    shard, content = shard_of(copied), shard_of(copied).read_bytes()
+def contents(directory):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
+
+
+def flipped(content):
+    return content[:-20] + bytes([content[-20] ^ 1]) + content[-19:]
+
+
+DAMAGES = {
+    "flipped": lambda path: path.write_bytes(flipped(path.read_bytes())),
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-8]),
+    "deleted": lambda path: path.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_run_again_a_cache_is_as_it_was_written(damage, is_finished, copied, states, bf16_target, data, capsys):
     again = ["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)]
+    files = ("train.arrow", "target/embedding_and_head.safetensors", "target/tokenizer.json", shard_of(copied).name)
+    for name in files:
+        DAMAGES[damage](copied / name)
+    with pytest.raises((SystemExit, UsageError)) as error:
+        cache.main(["--verify", "true", "--output_dir", str(copied)])
+    assert all(name in str(error.value) for name in files)
+    if not is_finished:
+        (copied / "index.json").rename(copied / "unfinished.json")
+    kept = {name: (copied / name).stat().st_mtime_ns for name in ("evaluation.arrow",)}
+    cache.main(again)
+    assert contents(copied) == contents(states / "packed")
+    assert kept == {name: (copied / name).stat().st_mtime_ns for name in kept}
+    cache.main(["--verify", "true", "--output_dir", str(copied)])
+    assert "all 9 files are as they were written" in capsys.readouterr().out
+
+
+def test_of_two_shards_for_the_same_rows_neither_is_trusted(copied, states, bf16_target, data):
+    shard, other = shard_of(copied), shard_of(states / "float8")
+    shutil.copy(other, copied / other.name)
+    rows = HiddenStateCache(copied).rows("train")
+    assert rows._files == [shard.name]  # by the index
+    cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+    assert contents(copied) == contents(states / "packed")
+
+
+def test_damaged_and_unfinished_caches_are_refused(copied, tmp_path, capsys):
+    shard, content = shard_of(copied), shard_of(copied).read_bytes()
     shard.write_bytes(content[:-8])
     refused(copied, f"{shard.name} has {len(content) - 8:,} bytes instead of {len(content):,}")
     shard.unlink()
     refused(copied, f"{shard.name} is missing.*run `draftsmith cache` as it was run before")
-    cache.main(again)
-    assert shard.read_bytes() == content
-    cache.main(["--verify", "true", "--output_dir", str(copied)])
-    assert "files are as they were written" in capsys.readouterr().out
-    shard.write_bytes(content[:-20] + bytes([content[-20] ^ 1]) + content[-19:])
-    with pytest.raises(SystemExit, match=shard.name):
-        cache.main(["--verify", "true", "--output_dir", str(copied)])
     shard.write_bytes(content[:50] + bytes(1000) + content[1050:])
-    refused_at_use = HiddenStateCache(copied).rows("train")
-    with pytest.raises(ValueError, match=f"{shard.name}: row 2 cannot be read.*--verify"):
-        refused_at_use[2]
+    with pytest.raises(DamagedShard, match=f"{shard.name}: row 2 cannot be read.*run `draftsmith cache` as"):
+        HiddenStateCache(copied).rows("train")[2]
     index = json.loads((copied / "index.json").read_text())
-    (copied / "index.json").write_text(json.dumps({**index, "format": 2}))
-    refused(copied, "is of format 2, but this version of draftsmith reads format 1")
-    (copied / "index.json").write_text("{")
-    refused(copied, "index.json is damaged")
+    (copied / "index.json").write_text(json.dumps({**index, "format": 3}))
+    refused(copied, "is of format 3, but this version of draftsmith reads format 2")
+    for change in ({"aux_layer_ids": [1, 4, 5]}, {"splits": {"train": {"shards": [[0, 1]]}}}, {"data": 3}):
+        (copied / "index.json").write_text(json.dumps({**index, **change}))
+        refused(copied, "index.json is damaged .its checksum")
+    for text in ("{", "[]", "3", "null", '{"format": 2}', "\xff"):
+        (copied / "index.json").write_text(text, encoding="latin-1")
+        refused(copied, "index.json is damaged")
     (copied / "index.json").rename(copied / "unfinished.json")
     refused(copied, "is unfinished: run `draftsmith cache` again")
     refused(tmp_path / "nowhere", "holds no cache")
+
+
+def test_a_damage_found_in_training_ends_it_with_a_message(copied):
+    """Sizes are checked when a cache is opened, contents when they are read, here by a worker and by the trainer."""
+    content = shard_of(copied).read_bytes()
+    shard_of(copied).write_bytes(content[:50] + bytes(1000) + content[1050:])
+    for workers in ("0", "2"):
+        flags = [*RUN, "--dataloader_num_workers", workers, "--output_dir", str(copied.parent / "head")]
+        with pytest.raises(SystemExit) as error:
+            train.main(["--hidden_states", str(copied), *flags])
+        assert str(error.value).startswith(f"error: `hidden_states`: {shard_of(copied)}: row ")
+    shard_of(copied).write_bytes(content)
+    shard = next(copied.glob("evaluation-*.safetensors"))
+    shard.write_bytes(bytes(100) + shard.read_bytes()[100:])
+    with pytest.raises(SystemExit, match=f"error: `hidden_states`: {shard}"):
+        train.main(["--hidden_states", str(copied), *RUN, "--output_dir", str(copied.parent / "head")])
+    assert (copied.parent / "head" / "model.safetensors").is_file()
+
+
+def test_a_second_run_in_the_same_directory_is_refused(copied, bf16_target, data):
+    before = contents(copied)
+    with open(copied / ".lock", "wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(UsageError, match=f"`output_dir`: another run writes to {copied}: let it end"):
+            cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+    assert contents(copied) == before
+    cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+
+
+@pytest.mark.parametrize(("limit", "name"), [(5_000, "train.arrow"), (15_000, "target")])
+def test_a_disk_that_fills_at_the_start_is_explained(limit, name, states, tmp_path, bf16_target, data):
+    flags = ["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(tmp_path / "states")]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(UsageError, match=f"{name} could not be written.*make room and run the same command again"):
+            cache.main(flags)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "states").glob(".part-*"))
+    cache.main(flags)
+    assert contents(tmp_path / "states") == contents(states / "packed")
 
 
 def test_a_cache_goes_on_only_as_it_was_begun(copied, bf16_target, data, tmp_path):
@@ -353,6 +458,9 @@ def test_the_trainer_alone_takes_a_cache(tmp_path, states):
     without_states = Eagle3Trainer(draft, target, args, train_dataset=opened.prepared_data().train)
     with pytest.raises(ValueError, match="these rows bring no states"):
         without_states.train()
+    other = Eagle3DraftModel.from_target(target.model, aux_layer_ids=[1, 4, 5])
+    with pytest.raises(ValueError, match=r"layers \[1, 4, 5\], but the rows of the cache have those of \[2, 4, 5\]"):
+        Eagle3Trainer(other, target, args, train_dataset=opened.rows("train"))
     keeping = Eagle3TrainingArguments(str(tmp_path), per_device_train_batch_size=1, keep_target_states=True, **options)
     with pytest.raises(ValueError, match="`keep_target_states`: the target of a cache has no layers"):
         Eagle3Trainer(draft, target, keeping, train_dataset=opened.rows("train"))

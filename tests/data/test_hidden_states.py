@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
@@ -61,6 +62,17 @@ def test_float8_is_within_its_bound_in_layers_of_any_size(outlier):
     assert (decoded - truth).norm() / truth.norm() < 0.035
     assert not decode_float8(encode_float8(torch.zeros(2, 6), 3), 6).any()
     assert decode_float8(encode_float8(torch.zeros(0, 6), 3), 6).shape == (0, 6)
+
+
+@pytest.mark.parametrize("size", [1e29, 1e31, 1e37, 3.3e38, torch.finfo(torch.bfloat16).max])
+def test_float8_takes_every_finite_number(size):
+    states = torch.cat([torch.full((3, 64), size), size * torch.rand(3, 64), size * torch.eye(3, 64)], 1).bfloat16()
+    decoded = decode_float8(encode_float8(states, 3), 192)
+    decoded, truth = decoded.double().view(3, 3, 64), states.double().view(3, 3, 64)
+    bound = torch.maximum(truth / 16, truth.mean(-1, keepdim=True) / 20)
+    assert (
+        (decoded - truth).abs() <= bound + truth / 256
+    ).all()  # the latter: rounding to bfloat16; and all are finite
 
 
 def test_float8_refuses_what_is_not_finite():
@@ -208,7 +220,9 @@ def test_collator_puts_states_at_their_places(tmp_path):
     states = write_cache(tmp_path / "states", rows)
     dataset = HiddenStateCache(tmp_path / "states").rows("train")
     batch = DraftCollator(2, pad_to_multiple_of=16)([dataset[2], dataset[0]])
-    aux, teacher = batch["aux_hidden_states"], batch["teacher_hidden_states"]
+    aux, teacher = batch["aux_hidden_states"].tensor, batch["teacher_hidden_states"].tensor
+    moved = send_to_device(batch, "meta")  # as all micro-batches of a step are, before the first is used
+    assert moved["input_ids"].is_meta and moved["aux_hidden_states"].tensor is aux
     assert aux.shape == (2, 16, 16) and aux.dtype == torch.bfloat16
     for place, number in enumerate((2, 0)):
         count = len(states[number][0])

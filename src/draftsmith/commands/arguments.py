@@ -16,6 +16,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
+from ..data import DataArguments
 from ..models.eagle3 import Eagle3DraftConfig
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..revisions import note_commit
@@ -67,6 +68,7 @@ def check_output(name: str, value: str, beside: tuple[str, ...] = ()) -> None:
             raise ValueError(f"`{name}`: {written} cannot be written ({error.strerror}): name another.") from error
 
 
+BESIDE_A_CACHE = {"draft_vocab_size", "vocab_map", "num_proc", "cache_dir"}  # data arguments that decide no row
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -161,6 +163,15 @@ class StateArguments:
         default=None,
         metadata={"help": "A cache by `draftsmith cache`: its rows are trained on, and the target is not run."},
     )
+
+    @classmethod
+    def check_given(cls, given: set[str]) -> None:
+        """Refuse what would decide the rows, which a cache has decided."""
+        others = [f"`{item.name}`" for item in fields(DataArguments) if item.name in given - BESIDE_A_CACHE]
+        if "hidden_states" in given and others:
+            raise ValueError(
+                f"`hidden_states` has rows of its own, prepared when it was written: leave out {', '.join(others)}."
+            )
 
 
 @dataclass

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +38,9 @@ Forward = Callable[[Mapping[str, Any]], TargetStates]  # of a batch of the colla
 class CacheArguments:
     """Which states are kept, and how."""
 
-    output_dir: str = field(metadata={"help": "Directory of the cache; a run that was killed goes on in it."})
+    output_dir: str = field(
+        metadata={"help": "Directory of the cache; run again, the command writes there what is missing or damaged."}
+    )
     aux_layer_ids: list[int] | None = field(
         default=None,
         metadata={"help": "Target states that heads will fuse, as `hidden_states` indices; default 2, L//2, L-3."},
@@ -106,9 +108,11 @@ def write(
             target = _loaded_target(target_args, args, ranks.device)
         manifest, states = manifest_of(target_args, data_args, args, data, target, tokenizer, rows)
         manifest.target["engine"] = server_args.engine
-        writer = CacheWriter(Path(args.output_dir), manifest)
+        writer = stack.enter_context(closing(CacheWriter(Path(args.output_dir), manifest)))
         if ranks.is_main_process:
             writer.begin(rows, lambda directory: save_target(target, tokenizer, directory))
+        ranks.wait_for_everyone()
+        writer.remove_damaged(ranks.process_index, ranks.num_processes)
         ranks.wait_for_everyone()
         missing = writer.missing()
         forward = _forward_of(target, ranks.device)
@@ -122,7 +126,8 @@ def write(
         raise UsageError(f"{error}\nWhat is written is kept: the same command goes on from there.") from error
     ranks.wait_for_everyone()
     if ranks.is_main_process:
-        size = writer.finish()
+        with usage_errors():
+            size = writer.finish()
         print(f"{size / GIB:.4g} GiB written. Train with `draftsmith train --hidden_states {args.output_dir}`.")
 
 
@@ -143,7 +148,7 @@ def verify(directory: str) -> None:
         listing = "\n".join(f"  {name}" for name in damaged)
         sys.exit(
             f"error: {directory}: the content of {len(damaged)} files is not what was written:\n{listing}\n"
-            "Delete them and run `draftsmith cache` as it was run before: it writes what is missing."
+            "Run `draftsmith cache` as it was run before: it writes these anew."
         )
     print(f"{directory}: all {len(cache.manifest.files)} files are as they were written.")
 

@@ -3,7 +3,7 @@
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from .run_record import sources_of
 
 
 WEIGHT_FILES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
-# The data arguments that decide the rows and can be compared without the data.
+# The data arguments that decide the rows and can be compared without the data: a cache goes on with the same.
 DATA_ARGUMENTS = (
     "dataset_weights", "mixture_strategy", "deduplicate", "max_rows", "dataset_config", "split", "eval_split",
     "eval_fraction", "packing", "row_length", "max_length", "split_long_documents", "chat_template",
@@ -92,17 +92,13 @@ def save_target(target: FrozenTarget, tokenizer: Any, directory: Path) -> None:
     tokenizer.save_pretrained(directory)
 
 
-def refuse_other_sources(
-    manifest: Manifest, target_args: TargetArguments, draft_args: DraftArguments, data_args: DataArguments
-) -> None:
+def refuse_other_sources(manifest: Manifest, target_args: TargetArguments, draft_args: DraftArguments) -> None:
     """Compare what is given with what the cache was made of; what is left out is the cache's.
 
     Raises:
         ValueError: names each difference, with both values.
     """
-    if data_args.dataset or data_args.eval_dataset:
-        raise ValueError("`hidden_states` has rows of its own: leave out `dataset` and `eval_dataset`.")
-    found = list(_other_data(manifest, data_args))
+    found = []
     if draft_args.aux_layer_ids not in (None, manifest.aux_layer_ids):
         found.append(f"`aux_layer_ids` is {draft_args.aux_layer_ids}, the cache's are {manifest.aux_layer_ids}")
     if target_args.target is not None:
@@ -144,15 +140,6 @@ def _adapter_identity(ours: Mapping[str, Any], other: Mapping[str, Any]) -> Any:
     adapters = [ours["adapter"], other["adapter"]]
     is_known = None not in adapters and all(adapter["revision"] for adapter in adapters)
     return ours["adapter"] if is_known or adapters[0] is None else {**adapters[0], "revision": None}
-
-
-def _other_data(manifest: Manifest, data_args: DataArguments) -> Iterator[str]:
-    """Arguments that were given, which is to say that they are not the defaults, and differ from the cache's."""
-    defaults = {item.name: item.default if item.default is not MISSING else None for item in fields(DataArguments)}
-    cached = manifest.data["arguments"]
-    for name, value in data_arguments(data_args).items():
-        if value not in (defaults[name], cached[name]):
-            yield f"`{name}` is {getattr(data_args, name)!r}, the cache's {cached[name]!r}"
 
 
 def _fingerprint(name: str | None, gguf_file: str | None) -> str | None:

@@ -28,7 +28,8 @@ def parse(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) ->
     """Instances of `dataclass_types`, in their order, from `--config` files and flags.
 
     Args:
-        dataclass_types: dataclasses without a field name in common; `TrainingArguments` may be among them.
+        dataclass_types: dataclasses without a field name in common; `TrainingArguments` may be among them. Those with
+            a class method `check_given` are called with the names that are given, defaults left out, and may raise.
         argv: the flags; default: the process's.
 
     `--config` may be repeated, later files winning. A file is one YAML mapping from field names to values.
@@ -38,14 +39,18 @@ def parse(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) ->
         UsageError: a file is missing or broken, or a key is unknown, given twice, absent or of the wrong type.
     """
     parser = _Parser(dataclass_types)
-    flags, unknown = parser.parse_known_args(argv)
+    flags, unknown = parser.parse_known_args(argv, Namespace(**dict.fromkeys(parser.hints)))  # None: not given
     if unknown:
         raise UsageError(parser.describe_unknown(unknown[0]))
     from_files = {name: value for path in flags.config for name, value in parser.read_file(path).items()}
     values = vars(parser.parse_known_args(argv, Namespace(**from_files))[0])
     if missing := [name for name in parser.hints if name not in values]:
         raise UsageError(f"`{missing[0]}` is required: give it in a --config file or as --{missing[0]}")
+    given = {name for source in (from_files, vars(flags)) for name, value in source.items() if value is not None}
     try:
+        for dataclass_type in dataclass_types:
+            if hasattr(dataclass_type, "check_given"):
+                dataclass_type.check_given(given)
         return parser.parse_dict({name: _splice(value) for name, value in values.items()}, allow_extra_keys=True)
     except (ValueError, ImportError) as error:  # what `__post_init__` raises for bad values and missing extras
         raise UsageError(str(error)) from error

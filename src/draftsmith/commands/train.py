@@ -26,12 +26,13 @@ from . import leave_together
 from .arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments, check_draft
 from .parsing import UsageError, parse, usage_errors
 from .run_record import with_sources
-from .training_inputs import cached_inputs, computed_inputs
+from .training_inputs import cached_inputs, computed_inputs, explained_damage
 
 
 logger = logging.getLogger(__name__)
 
 
+@explained_damage()
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback] = ()) -> Eagle3Trainer:
     """Train, save the head, or its adapter, in the target's dtype to `output_dir`, and return the trainer.
 
@@ -85,10 +86,9 @@ def make_trainer(
     if state_args.hidden_states is None:
         inputs = computed_inputs(target_args, data_args, args)
     else:
-        inputs = cached_inputs(state_args.hidden_states, target_args, draft_args, data_args, args)
+        inputs = cached_inputs(state_args.hidden_states, target_args, draft_args, args)
     draft_args, data_args = inputs.decide(draft_args, data_args)
     draft = make_draft(draft_args, data_args, inputs.draft_source, inputs.data)
-    inputs.check_head(draft)
     trainer = Eagle3Trainer(
         draft,
         inputs.target,
@@ -138,7 +138,7 @@ def last_word(trainer: Eagle3Trainer, target_args: OptionalTargetArguments) -> s
     directory, adapter = str(trainer.args.output_dir), is_adapted(trainer.model)
     given = [(item.name, getattr(target_args, item.name), item.default) for item in fields(target_args)]
     flags = [part for name, value, default in given if value != default for part in (f"--{name}", str(value))]
-    flags = flags if target_args.target else ["--target", "TARGET", *flags]  # trained from a cache of its states
+    flags = flags if target_args.target else ["--target", trainer.target.model.config.name_or_path or "TARGET", *flags]
     commands = [
         ["evaluate", *flags, "--draft", directory, "--prompts", "mt_bench", "--output", "result.json"],
         ["card", "--draft", directory, "--evaluation", "result.json"],

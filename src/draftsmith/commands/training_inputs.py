@@ -1,5 +1,8 @@
 """What `draftsmith train` trains on: rows and a target that runs beside, or a cache of its states."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,16 +10,16 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..cached_target import CachedTarget
 from ..data import DataArguments, PreparedData, prepare_datasets
-from ..data.hidden_states import HiddenStateCache, Manifest
+from ..data.hidden_states import DamagedShard, HiddenStateCache, Manifest
 from ..model_card import RunRecord, Source
 from ..model_card.run_record import HUB
-from ..models.eagle3 import Eagle3DraftModel
 from ..trainer import Eagle3TrainingArguments
 from .arguments import DraftArguments, OptionalTargetArguments
 from .cached_sources import refuse_other_sources
+from .run_record import CHOSEN, DECIDED
 
 
-_DECIDED = ("max_length", "packing", "row_length", "eval_fraction", "chat_template_kwargs")  # when a cache is written
+_DECIDED = (*DECIDED, "chat_template_kwargs")  # data arguments that a run needs, decided when its cache was written
 
 
 @dataclass
@@ -45,22 +48,15 @@ class TrainingInputs:
             return draft_args, data_args
         if draft_args.draft is None:
             draft_args = replace(draft_args, aux_layer_ids=self.manifest.aux_layer_ids)
-        return draft_args, replace(data_args, **{name: self.manifest.data["arguments"][name] for name in _DECIDED})
-
-    def check_head(self, draft: Eagle3DraftModel) -> None:
-        """Refuse a head that fuses other states than the cache has."""
-        ids = draft.config.eagle_aux_hidden_state_layer_ids
-        if self.manifest is not None and ids != self.manifest.aux_layer_ids:
-            raise ValueError(
-                f"`draft` fuses the states of layers {ids}, but the cache in `hidden_states` has those of "
-                f"{self.manifest.aux_layer_ids}: write one with `--aux_layer_ids {' '.join(map(str, ids))}`."
-            )
+        decided = self.manifest.data["arguments"]
+        return draft_args, replace(data_args, **{name: decided[name] for name in _DECIDED if name in decided})
 
     def of_cache(self, record: RunRecord) -> RunRecord:
         """The record, with what the cache knows of the target and the data."""
         if self.manifest is None:
             return record
         target, data = self.manifest.target, self.manifest.data
+        chosen = {name: value for name in CHOSEN if (value := data["arguments"].get(name))}
         return replace(
             record,
             target=Source(target["name"], target["kind"], target["revision"]),
@@ -68,7 +64,7 @@ class TrainingInputs:
             target_adapter=None if target["adapter"] is None else Source(**target["adapter"]),
             datasets=[Source(**source) for source in data["sources"]],
             eval_datasets=[Source(**source) for source in data["eval_sources"]],
-            recipe={**record.recipe, "hidden_states": self.manifest.storage},
+            recipe={**record.recipe, **chosen, "hidden_states": self.manifest.storage},
         )
 
 
@@ -89,7 +85,6 @@ def cached_inputs(
     directory: str,
     target_args: OptionalTargetArguments,
     draft_args: DraftArguments,
-    data_args: DataArguments,
     args: Eagle3TrainingArguments,
 ) -> TrainingInputs:
     """Open a cache and check that it is of what else was given. The target is loaded only where its layers are used.
@@ -106,7 +101,7 @@ def cached_inputs(
     if given and target_args.target is None:
         raise ValueError(f"{', '.join(given)}: the target's layers are not in `hidden_states`: name `target`, too.")
     cache = HiddenStateCache(directory)
-    refuse_other_sources(cache.manifest, target_args, draft_args, data_args)
+    refuse_other_sources(cache.manifest, target_args, draft_args)
     tokenizer = AutoTokenizer.from_pretrained(cache.target_dir, trust_remote_code=target_args.trust_remote_code)
     known = cache.manifest.target
     ends = CachedTarget(
@@ -127,3 +122,12 @@ def cached_inputs(
         cache.rows("evaluation"),
         cache.manifest,
     )
+
+
+@contextmanager
+def explained_damage() -> Iterator[None]:
+    """Exit with status 1 and a message where a shard turns out to be damaged, in whatever process it is read."""
+    try:
+        yield
+    except DamagedShard as error:
+        sys.exit(f"error: {error}")

@@ -38,6 +38,19 @@ class RowSets:
 
 
 @dataclass
+class OnHost:
+    """A tensor that stays on the CPU when its batch moves, as `RowSets` do.
+
+    All micro-batches of an optimizer step move before the first is used, but their states are needed one by one.
+    """
+
+    tensor: torch.Tensor
+
+    def pin_memory(self) -> "OnHost":
+        return OnHost(self.tensor.pin_memory())
+
+
+@dataclass
 class DraftCollator:
     """Pads rows on the right and computes which (row, step) pairs are supervised.
 
@@ -49,7 +62,7 @@ class DraftCollator:
     ttt_steps: int
     pad_to_multiple_of: int | None = None
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | RowSets]:
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor | RowSets | OnHost]:
         """Collate rows with `input_ids` and `loss_mask`, and optionally `turn_ids` and `document_lengths`.
 
         Without `turn_ids` every contiguous run of a document's mask is a turn; without `document_lengths` a row is
@@ -60,7 +73,7 @@ class DraftCollator:
             (from 0 in each row, -1 = padding), all `[B, T]` int64; `loss_mask` `[B, T]` bool; `row_sets`, K ascending
             int64 tensors of indices into the flattened `[B * T]` rows. Of rows that bring the target's states, as
             [`hidden_states.HiddenStateRows`] do: `aux_hidden_states` `[B, T, n * Ht]`, 0 where nothing depends on
-            them, and `teacher_hidden_states` `[|R_0|, Ht]`.
+            them, and `teacher_hidden_states` `[|R_0|, Ht]`, each as `OnHost`.
 
         Raises:
             ValueError: columns of unequal length, document lengths that don't add up, or states of other rows than
@@ -84,7 +97,7 @@ class DraftCollator:
         return batch
 
 
-def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict[str, OnHost]:
     """Each state at its place: rows bring those that are needed, in order."""
     documents = unique_document_ids(batch["document_ids"], batch["input_ids"]).flatten()
     supervised, length = batch["row_sets"][0], batch["input_ids"].shape[1]
@@ -103,7 +116,7 @@ def _states(rows: Sequence[Mapping[str, Any]], batch: Mapping[str, Any]) -> dict
     for number, places in enumerate(context.split(counts["aux_hidden_states"])):
         aux[number].index_copy_(0, places - number * length, rows[number]["aux_hidden_states"])
     teacher = torch.cat([row["teacher_hidden_states"] for row in rows])
-    return {"aux_hidden_states": aux, "teacher_hidden_states": teacher}
+    return {"aux_hidden_states": OnHost(aux), "teacher_hidden_states": OnHost(teacher)}
 
 
 def _columns(row: Mapping[str, Any], number: int) -> dict[str, np.ndarray]:

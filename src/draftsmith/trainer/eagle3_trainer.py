@@ -24,7 +24,7 @@ from .decoding import DecodedAcceptance
 from .metrics import MetricSums, draft_metrics
 from .publishing import PublishingTrainer
 from .records import record_of
-from .target_states import TargetStateSource, refuse_without_layers
+from .target_states import TargetStateSource, refuse_states_of_other_layers, refuse_without_layers
 
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,8 @@ class Eagle3Trainer(PublishingTrainer):
                 target.to(args.device)  # type: ignore[arg-type]
             model.fit_to_target(target)  # it may fill in the layer ids
             target = FrozenTarget(target, model.config.eagle_aux_hidden_state_layer_ids)
+        for rows in (train_dataset, eval_dataset):
+            refuse_states_of_other_layers(rows, model.config.eagle_aux_hidden_state_layer_ids)
         if model.t2d is None and len(target.head_weight) != model.config.draft_vocab_size:
             raise ValueError(
                 f"The target's head has {len(target.head_weight)} rows, its embedding {model.config.vocab_size}: make "

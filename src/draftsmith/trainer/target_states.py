@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..cached_target import CachedTarget
+from ..data import STATE_COLUMNS
 from ..ops.transfer import to_device
 from ..target import FrozenTarget
 from .arguments import Eagle3TrainingArguments
@@ -20,7 +21,8 @@ class TargetStateSource:
     def __call__(self, batch: dict[str, Any], *, keep: bool) -> tuple[Tensor, Tensor]:
         """`keep`: remember the states of this batch in host memory, for when it comes again."""
         if "aux_hidden_states" in batch:
-            return batch["aux_hidden_states"], batch["teacher_hidden_states"]
+            aux, teacher = (to_device(batch[name].tensor, batch["input_ids"].device) for name in STATE_COLUMNS)
+            return aux, teacher
         if not isinstance(self.target, FrozenTarget):
             raise ValueError(
                 "The target is that of a cache, but these rows bring no states: pass the cache's own rows."
@@ -43,6 +45,15 @@ def refuse_without_layers(args: Eagle3TrainingArguments, target: Any) -> None:
     needing = ("eval_prompts", "compile_target", "keep_target_states")
     if isinstance(target, CachedTarget) and (given := [f"`{name}`" for name in needing if getattr(args, name)]):
         raise ValueError(f"{', '.join(given)}: the target of a cache has no layers: pass the whole target.")
+
+
+def refuse_states_of_other_layers(rows: Any, aux_layer_ids: list[int]) -> None:
+    """Rows of a cache whose states are not those that a head fuses."""
+    if (cached := getattr(rows, "aux_layer_ids", aux_layer_ids)) != aux_layer_ids:
+        raise ValueError(
+            f"The head fuses the states of layers {aux_layer_ids}, but the rows of the cache have those of {cached}: "
+            f"write one with `--aux_layer_ids {' '.join(map(str, aux_layer_ids))}`."
+        )
 
 
 def _computed(target: FrozenTarget, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
 """Hidden states of a target on disk: written once, read in training instead of running it."""
 
 from .manifest import Manifest
-from .reader import HiddenStateCache, HiddenStateRows
+from .reader import DamagedShard, HiddenStateCache, HiddenStateRows
 from .writer import CacheWriter, NeededRows, plan_split, stored_size
 
 
 __all__ = [
     "CacheWriter",
+    "DamagedShard",
     "HiddenStateCache",
     "HiddenStateRows",
     "Manifest",

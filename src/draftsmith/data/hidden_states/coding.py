@@ -21,6 +21,7 @@ _ABOVE = 80  # codes count down from five octaves above the centre, and reach el
 _ESCAPE = 255  # the code of numbers out of reach, stored in full
 _FLOAT8_MEAN = 10 * 2.0**-9  # where the mean size of a row lies: ten steps of float8's uniform part
 _FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
+_SUMMED = 2.0**100  # rows with larger numbers have no mean in fp32, nor room above them to round up to
 _FLOAT8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 _BLOCK = 2**17  # numbers
 
@@ -86,8 +87,8 @@ def encode_float8(states: Tensor, layers: int) -> Arrays:
     """`[T, C]` -> `codes` (zstd of float8_e4m3fn) and fp32 `scales` [T, layers], one for each row of each layer.
 
     The mean size of a row lies where float8 has uniform steps, not its largest number at float8's largest: that takes
-    a bit less per number and loses as much. Either way a number changes by at most 1/16 of itself or, if that is more,
-    by half a step, 1/20 of its row's mean size.
+    a bit less per number and loses as much. (Rows with numbers above 2**100 are scaled by the largest.) Either way a
+    number changes by at most 1/16 of itself or, if that is more, by half a step, 1/20 of its row's mean size.
 
     Raises:
         ValueError: a number is not finite.
@@ -97,9 +98,11 @@ def encode_float8(states: Tensor, layers: int) -> Arrays:
     for block in _blocks(rows, channels):
         values = states[block].float().view(-1, layers, channels // layers)
         sizes = values.abs()
-        scale = torch.maximum(sizes.mean(-1) / _FLOAT8_MEAN, sizes.amax(-1) / _FLOAT8_MAX)
-        if not bool(scale.isfinite().all()):
+        largest = sizes.amax(-1)
+        if not bool(largest.isfinite().all()):
             raise ValueError("the states hold numbers that are not finite, which float8 cannot store")
+        scale = largest / _FLOAT8_MAX
+        scale = torch.where(largest < _SUMMED, torch.maximum(sizes.mean(-1) / _FLOAT8_MEAN, scale), scale)
         scales[block] = scale.clamp_min(torch.finfo(torch.float32).tiny)
         codes[block] = (values / scales[block, :, None]).view(-1, channels).to(torch.float8_e4m3fn)
     return {"codes": _compressed(codes.view(torch.uint8).numpy()), "scales": scales.numpy()}

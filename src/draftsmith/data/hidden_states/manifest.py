@@ -1,6 +1,8 @@
 """What a cache of hidden states says of itself: `index.json`, which appears when everything else is there.
 
-Until then the same content, without `files`, is `unfinished.json`: a run that was killed goes on only as it began.
+Until then the same content, without the shards in `files`, is `unfinished.json`: a run that was killed goes on only
+as it began. Every file has its digest from when it was written: shards in their names, others in one of the two, which
+have one of themselves.
 """
 
 import hashlib
@@ -13,7 +15,7 @@ from typing import Any
 from ..files import written_whole
 
 
-FORMAT = 1  # raised whenever caches are written that an earlier reader would misread
+FORMAT = 2  # raised whenever caches are written that an earlier reader would misread
 INDEX, UNFINISHED = "index.json", "unfinished.json"
 TARGET = "target"  # directory of config, tokenizer, embedding and head
 
@@ -47,7 +49,7 @@ class Manifest:
         batch_size: rows that the target ran at once.
         data: `sources` and `eval_sources`, the arguments of preparation, the `cache_keys` of what was prepared.
         splits: `train`, and perhaps `evaluation`.
-        files: of each file, relative to the cache, its size in bytes and the BLAKE2b of its content.
+        files: of each file, relative to the cache, size in bytes and the BLAKE2b of its content, as it was written.
     """
 
     target: dict[str, Any]
@@ -62,8 +64,10 @@ class Manifest:
     files: dict[str, list] = field(default_factory=dict)
 
     def save(self, directory: Path, name: str) -> None:
+        values = asdict(self)
         with written_whole(directory / name) as unfinished:
-            unfinished.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            text = json.dumps({**values, "checksum": _checksum(values)}, indent=1)
+            unfinished.write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path) -> "Manifest":
@@ -79,10 +83,22 @@ class Manifest:
                     f"{path} is of format {values['format']}, but this version of draftsmith reads format {FORMAT}: "
                     "write the cache anew, or use the version that wrote it."
                 )
+            if values.pop("checksum") != _checksum(values):
+                raise ValueError(f"{path} is damaged (its checksum is another): write the cache anew.")
             values["splits"] = {name: Split(**split) for name, split in values["splits"].items()}
             return cls(**values)
         except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error!r}): write the cache anew.") from error
+
+    def shard_files(self, split: str) -> list[str]:
+        """The files of a split's shards, in the order of their rows."""
+        files = {file.split(".")[0]: file for file in self.files}
+        return [files[stem] for stem in self.shard_stems(split)]
+
+    def shard_stems(self, split: str) -> list[str]:
+        """What the names of a split's shards begin with; the digest of the content follows."""
+        count = len(self.splits[split].shards)
+        return [f"{split}-{number:05d}-of-{count:05d}" for number in range(count)]
 
     def differences(self, other: "Manifest") -> list[str]:
         """The fields in which two caches differ, with both values, but for what is known when they are finished."""
@@ -103,13 +119,8 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{name}", value
 
 
-def shard_stem(split: str, number: int, count: int) -> str:
-    """What the name of a shard begins with; the digest of its content follows."""
-    return f"{split}-{number:05d}-of-{count:05d}"
-
-
-def is_shard(name: str, split: str) -> bool:
-    return name.startswith(f"{split}-") and name.endswith(".safetensors")
+def _checksum(values: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=16).hexdigest()
 
 
 def digest_of(path: Path) -> str:

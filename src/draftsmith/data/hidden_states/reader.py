@@ -13,7 +13,15 @@ from torch import Tensor
 from ..pipeline import PreparedData
 from ..statistics import dataset_statistics
 from .coding import DECODERS
-from .manifest import INDEX, TARGET, UNFINISHED, Manifest, digest_of, is_shard
+from .manifest import INDEX, TARGET, UNFINISHED, Manifest, digest_of
+
+
+class DamagedShard(ValueError):
+    """A row cannot be read; the message says of which file, and what to do."""
+
+    def __init__(self, message: str):
+        # from a data loader's worker the message comes at the end of a traceback
+        super().__init__(message.rpartition(f"{DamagedShard.__qualname__}: ")[2].strip())
 
 
 class HiddenStateRows(torch.utils.data.Dataset):
@@ -31,10 +39,10 @@ class HiddenStateRows(torch.utils.data.Dataset):
     def __init__(self, directory: Path, name: str, manifest: Manifest):
         self.directory, self.name = directory, name
         self.tokens = Dataset.from_file(str(directory / f"{name}.arrow"))
-        self._layers, self._width = len(manifest.aux_layer_ids), manifest.width
+        self.aux_layer_ids, self._width = manifest.aux_layer_ids, manifest.width
         self._decode, self._parts = DECODERS[manifest.storage]
         self._ends = [stop for _, stop in manifest.splits[name].shards]
-        self._files = sorted(file for file in manifest.files if is_shard(file, name))
+        self._files = manifest.shard_files(name)
         self._opened: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -44,10 +52,10 @@ class HiddenStateRows(torch.utils.data.Dataset):
         return {**vars(self), "_opened": {}}
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Raises `IndexError`, or `ValueError` for a shard that is damaged."""
+        """Raises `IndexError`, or `DamagedShard`."""
         index = range(len(self))[index]
         row = dict(self.tokens[index])
-        row["aux_hidden_states"] = self._states(index, "aux", self._layers * self._width)
+        row["aux_hidden_states"] = self._states(index, "aux", len(self.aux_layer_ids) * self._width)
         row["teacher_hidden_states"] = self._states(index, "teacher", self._width)
         return row
 
@@ -59,10 +67,9 @@ class HiddenStateRows(torch.utils.data.Dataset):
             arrays = {part: self._opened[file].get_tensor(f"{row}.{name}.{part}").numpy() for part in self._parts}
             return self._decode(arrays, channels)
         except (SafetensorError, ValueError, IndexError, OSError) as error:
-            raise ValueError(
-                f"`hidden_states`: {self.directory / file}: row {row} cannot be read ({error}). Find all damaged "
-                "files with `draftsmith cache --verify true`, delete them, and run `draftsmith cache` as it was run "
-                "before: it writes what is missing."
+            raise DamagedShard(
+                f"`hidden_states`: {self.directory / file}: row {row} cannot be read ({error}): run "
+                "`draftsmith cache` as it was run before, which writes damaged files anew."
             ) from error
 
 
@@ -85,7 +92,7 @@ class HiddenStateCache:
         if misfits := list(self._misfits()):
             raise ValueError(
                 f"`hidden_states`: {self.directory}: {'; '.join(misfits[:5])}"
-                ": run `draftsmith cache` as it was run before, which writes what is missing."
+                ": run `draftsmith cache` as it was run before, which writes them anew."
             )
         self.target_dir = self.directory / TARGET
 

@@ -1,11 +1,13 @@
 """Writing a cache: rows become arrays, arrays become shards, each whole or not there."""
 
+import fcntl
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 from datasets import Dataset
@@ -18,9 +20,10 @@ from ... import alignment
 from ..collator import DraftCollator
 from ..files import PART, synchronize, written_whole
 from .coding import Arrays, encode_bfloat16, encode_float8
-from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of, shard_stem
+from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of
 
 
+LOCK = ".lock"
 _ENTRY = 70  # bytes of one array in the header of a shard, apart from its name
 
 
@@ -60,49 +63,121 @@ def plan_split(rows: Dataset, *, layers: int, width: int, shard_bytes: int) -> t
 
 
 class CacheWriter:
-    """Writes what `manifest` promises to `directory`, or what is missing of it there."""
+    """Writes what `manifest` promises to `directory`, or what is missing or damaged of it there.
+
+    One process at a time `begin`s in a directory, until it `close`s; others of its run write shards beside it.
+    """
 
     def __init__(self, directory: Path, manifest: Manifest):
         self.directory, self.manifest = directory, manifest
+        self._lock: IO[bytes] | None = None
 
     def begin(self, rows: Mapping[str, Dataset], save_target: Callable[[Path], None]) -> None:
         """Write all but the states: the manifest, the rows' tokens, and by `save_target` what is kept of the target.
 
         Raises:
-            ValueError: the directory holds something else, or a cache that was begun otherwise.
+            ValueError: the directory holds something else, a cache that was begun otherwise, or one that another
+                process writes.
+            OSError: something could not be written.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        kept = self._kept_files()
+        self.manifest.files = kept
+        with self._explained(UNFINISHED):
+            self.manifest.save(self.directory, UNFINISHED)
+        (self.directory / INDEX).unlink(missing_ok=True)
+        written = {}
+        for name, dataset in rows.items():
+            if (file := f"{name}.arrow") not in kept:
+                with self._explained(file):
+                    write_tokens(dataset, self.directory / file)
+                    written[file] = _size_and_digest(self.directory / file)
+        if not any(name.startswith(f"{TARGET}/") for name in kept):
+            written |= self._write_target(save_target)
+        self.manifest.files = kept | written
+        with self._explained(UNFINISHED):
+            self.manifest.save(self.directory, UNFINISHED)
+
+    def close(self) -> None:
+        """Let others write to the directory."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def _take_lock(self) -> None:
+        self._lock = open(self.directory / LOCK, "wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"`output_dir`: another run writes to {self.directory}: let it end, or name another."
+            ) from error
+
+    def _kept_files(self) -> dict[str, list]:
+        """What an earlier run wrote beside the shards and is as it was written: tokens, and the target as a whole."""
         begun = [self.directory / name for name in (INDEX, UNFINISHED) if (self.directory / name).is_file()]
-        if begun and (differences := Manifest.load(begun[0]).differences(self.manifest)):
+        if not begun:
+            if [path for path in self.directory.iterdir() if path.name != LOCK and not path.name.startswith(PART)]:
+                raise ValueError(
+                    f"`output_dir` {self.directory} is not empty and holds no cache: name another directory."
+                )
+            return {}
+        before = Manifest.load(begun[0])
+        if differences := before.differences(self.manifest):
             raise ValueError(
                 f"`output_dir` {self.directory} holds a cache that was begun otherwise: {'; '.join(differences[:5])}. "
                 "Run it as it was begun, or name another directory."
             )
-        if not begun and [path for path in self.directory.iterdir() if not path.name.startswith(PART)]:
-            raise ValueError(f"`output_dir` {self.directory} is not empty and holds no cache: name another directory.")
-        self.manifest.save(self.directory, UNFINISHED)
-        (self.directory / INDEX).unlink(missing_ok=True)
-        for name, dataset in rows.items():
-            if not (self.directory / f"{name}.arrow").is_file():
-                write_tokens(dataset, self.directory / f"{name}.arrow")
-        if not (self.directory / TARGET).is_dir():
-            unfinished = self.directory / f"{PART}{TARGET}"
+        files = before.files
+        whole = [name for name in files if name.endswith(".arrow") and self._is_whole(name, files[name])]
+        target = [name for name in files if name.startswith(f"{TARGET}/")]
+        if all(self._is_whole(name, files[name]) for name in target):
+            whole += target
+        return {name: files[name] for name in whole}
+
+    def _is_whole(self, name: str, known: list) -> bool:
+        path = self.directory / name
+        return path.is_file() and _size_and_digest(path) == known
+
+    def _write_target(self, save_target: Callable[[Path], None]) -> dict[str, list]:
+        unfinished, final = self.directory / f"{PART}{TARGET}", self.directory / TARGET
+        for left in (unfinished, final):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            with self._explained(TARGET):
+                unfinished.mkdir()
+                save_target(unfinished)
+                for path in unfinished.iterdir():
+                    synchronize(path)
+                files = {f"{TARGET}/{path.name}": _size_and_digest(path) for path in sorted(unfinished.iterdir())}
+                unfinished.rename(final)
+        finally:  # what a full disk took of it is room for the next attempt
             shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            save_target(unfinished)
-            for path in unfinished.iterdir():
-                synchronize(path)
-            unfinished.rename(self.directory / TARGET)
+        return files
+
+    def remove_damaged(self, rank: int = 0, ranks: int = 1) -> None:
+        """Read this rank's share of the shards that an earlier run wrote; those that are damaged are `missing` then.
+
+        Of two for the same rows neither is trusted.
+        """
+        stems = [stem for name in self.manifest.splits for stem in self.manifest.shard_stems(name)]
+        found = [paths for stem in stems[rank::ranks] if (paths := self._written(stem))]
+        for paths in tqdm(found, desc="Checking", unit="shard", leave=False, disable=rank > 0):
+            if len(paths) > 1 or digest_of(paths[0]) != _digest_in(paths[0]):
+                for path in paths:
+                    path.unlink()
 
     def missing(self) -> list[tuple[str, int]]:
         """The shards that are not there, each as its split and number."""
-        present = {path.name.split(".")[0] for path in self.directory.glob("*.safetensors")}
         return [
             (name, number)
-            for name, split in self.manifest.splits.items()
-            for number in range(len(split.shards))
-            if shard_stem(name, number, len(split.shards)) not in present
+            for name in self.manifest.splits
+            for number, stem in enumerate(self.manifest.shard_stems(name))
+            if not self._written(stem)
         ]
+
+    def _written(self, stem: str) -> list[Path]:
+        return list(self.directory.glob(f"{stem}.*.safetensors"))
 
     def numbers(self, name: str, shard: int) -> range:
         """The rows of a shard."""
@@ -129,34 +204,47 @@ class CacheWriter:
 
     def write(self, name: str, number: int, rows: Sequence[Arrays]) -> None:
         """Write one shard; its name has the digest of its content, so that it appears with that or not at all."""
-        stem = shard_stem(name, number, len(self.manifest.splits[name].shards))
+        stem = self.manifest.shard_stems(name)[number]
         unfinished = self.directory / f"{PART}{stem}"
         try:
-            save_file({key: values for row in rows for key, values in row.items()}, unfinished)
-            synchronize(unfinished)
-            unfinished.rename(self.directory / f"{stem}.{digest_of(unfinished)}.safetensors")
-        except (SafetensorError, OSError) as error:
-            free = shutil.disk_usage(self.directory).free / 2**20
-            raise OSError(
-                f"{self.directory / stem} could not be written: {error}. {free:,.1f} MiB are free there: make room "
-                "and run the same command again, which goes on where this one was."
-            ) from error
+            with self._explained(stem):
+                save_file({key: values for row in rows for key, values in row.items()}, unfinished)
+                synchronize(unfinished)
+                unfinished.rename(self.directory / f"{stem}.{digest_of(unfinished)}.safetensors")
         finally:
             unfinished.unlink(missing_ok=True)
 
     def finish(self) -> int:
-        """Write the index and remove what killed runs left; returns the size of the cache in bytes."""
+        """Write the index and remove what killed runs left; returns the size of the cache in bytes.
+
+        Raises `ValueError` if shards are not there that other ranks have written.
+        """
+        if missing := self.missing():
+            raise ValueError(
+                f"`output_dir`: {len(missing)} shards are written, but not in {self.directory} of the first rank: all "
+                "ranks must write to one disk."
+            )
         for leftover in self.directory.glob(f"{PART}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        files: dict[str, list] = {}
-        for path in sorted(self.directory.rglob("*")):
-            if path.is_file() and path.name not in (INDEX, UNFINISHED):
-                is_shard = path.suffix == ".safetensors" and path.parent == self.directory
-                digest = path.name.split(".")[1] if is_shard else digest_of(path)
-                files[path.relative_to(self.directory).as_posix()] = [path.stat().st_size, digest]
-        replace(self.manifest, files=files).save(self.directory, INDEX)
+        shards = [self._written(stem)[0] for name in self.manifest.splits for stem in self.manifest.shard_stems(name)]
+        files = self.manifest.files | {path.name: [path.stat().st_size, _digest_in(path)] for path in shards}
+        files = dict(sorted(files.items()))
+        with self._explained(INDEX):
+            replace(self.manifest, files=files).save(self.directory, INDEX)
         (self.directory / UNFINISHED).unlink()
         return sum(size for size, _ in files.values())
+
+    @contextmanager
+    def _explained(self, file: str) -> Iterator[None]:
+        """What writing raises, with the file and the remedy."""
+        try:
+            yield
+        except (SafetensorError, OSError) as error:
+            free = shutil.disk_usage(self.directory).free / 2**20
+            raise OSError(
+                f"{self.directory / file} could not be written: {error}. {free:,.1f} MiB are free there: make room "
+                "and run the same command again, which goes on where this one was."
+            ) from error
 
 
 def stored_size(arrays: Arrays) -> int:
@@ -171,3 +259,12 @@ def write_tokens(rows: Dataset, path: Path) -> None:
         with pa.ipc.new_stream(file, table[:0].schema.remove_metadata()) as stream:
             for part in table.iter(batch_size=1000):
                 stream.write_table(part.replace_schema_metadata(None).combine_chunks())
+
+
+def _size_and_digest(path: Path) -> list:
+    return [path.stat().st_size, digest_of(path)]
+
+
+def _digest_in(shard: Path) -> str:
+    """The digest that a shard was named for."""
+    return shard.name.split(".")[1]
