@@ -23,7 +23,7 @@ from draftsmith.commands import cache, train
 from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
-from draftsmith.data.hidden_states import DamagedShard, HiddenStateCache
+from draftsmith.data.hidden_states import CacheWriter, DamagedShard, HiddenStateCache
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
 from tests.trainer.ranks import TORCHRUN, launch
@@ -368,6 +368,10 @@ def test_a_second_run_in_the_same_directory_is_refused(copied, bf16_target, data
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UsageError, match=f"`output_dir`: another run writes to {copied}: let it end"):
             cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+        assert contents(copied) == before
+        writer = CacheWriter(copied, HiddenStateCache(copied).manifest)  # one that came as late as that
+        with pytest.raises(ValueError, match="another run writes to"):
+            writer.begin({}, lambda directory: None)
     assert contents(copied) == before
     cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
 

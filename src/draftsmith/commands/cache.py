@@ -17,7 +17,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from ..data import DataArguments, DraftCollator, prepare_datasets
-from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, stored_size
+from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, refuse_another_run, stored_size
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
 from ..serving.servers import ServerError
 from ..target import FrozenTarget, TargetStates
@@ -96,6 +96,8 @@ def write(
     ranks = PartialState(cpu=not torch.accelerator.is_available())
     with usage_errors():
         target_args.require()
+        if ranks.is_main_process:
+            refuse_another_run(Path(args.output_dir))
         server_args.check(target_args, ranks.num_processes)
         tokenizer = target_args.load_tokenizer()
         with ranks.main_process_first():

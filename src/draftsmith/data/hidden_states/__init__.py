@@ -2,7 +2,7 @@
 
 from .manifest import Manifest
 from .reader import DamagedShard, HiddenStateCache, HiddenStateRows
-from .writer import CacheWriter, NeededRows, plan_split, stored_size
+from .writer import CacheWriter, NeededRows, plan_split, refuse_another_run, stored_size
 
 
 __all__ = [
@@ -13,5 +13,6 @@ __all__ = [
     "Manifest",
     "NeededRows",
     "plan_split",
+    "refuse_another_run",
     "stored_size",
 ]

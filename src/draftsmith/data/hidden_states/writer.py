@@ -81,7 +81,7 @@ class CacheWriter:
             OSError: something could not be written.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._take_lock()
+        self._lock = _locked(self.directory)
         kept = self._kept_files()
         self.manifest.files = kept
         with self._explained(UNFINISHED):
@@ -103,15 +103,6 @@ class CacheWriter:
         """Let others write to the directory."""
         if self._lock is not None:
             self._lock.close()
-
-    def _take_lock(self) -> None:
-        self._lock = open(self.directory / LOCK, "wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"`output_dir`: another run writes to {self.directory}: let it end, or name another."
-            ) from error
 
     def _kept_files(self) -> dict[str, list]:
         """What an earlier run wrote beside the shards and is as it was written: tokens, and the target as a whole."""
@@ -245,6 +236,23 @@ class CacheWriter:
                 f"{self.directory / file} could not be written: {error}. {free:,.1f} MiB are free there: make room "
                 "and run the same command again, which goes on where this one was."
             ) from error
+
+
+def refuse_another_run(directory: Path) -> None:
+    """Raise `ValueError` where a process writes already, before this one has worked for long."""
+    if (directory / LOCK).exists():
+        _locked(directory).close()
+
+
+def _locked(directory: Path) -> IO[bytes]:
+    """The directory is this process's until the file is closed."""
+    file = open(directory / LOCK, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(f"`output_dir`: another run writes to {directory}: let it end, or name another.") from error
+    return file
 
 
 def stored_size(arrays: Arrays) -> int:
