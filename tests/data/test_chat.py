@@ -201,3 +201,47 @@ def test_generation_markers_narrow_the_answers(prepare):
     tokenizer = build_tokenizer(template.replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n"))
     (row,) = prepare(in_memory(chat("Hello", " it is", "What", "one two")), tokenizer).train
     assert answers(row, tokenizer) == [" it is", "one two"]
+
+
+def cut(tokenizer, prepare, content, question="Hello"):
+    rows = [{"messages": chat(question, content), "finished": False}]
+    (row,) = prepare(Dataset.from_list(rows), tokenizer).train
+    return answers(row, tokenizer)
+
+
+@pytest.mark.parametrize("name", ["chatml", "chatml_marked"])
+@pytest.mark.parametrize(
+    "content", ["\n\nHello there", "im it", "|im_", "<|im_end", "it is\n", "is it is", "it<|im_end|>", "\n<|im_end|>"]
+)
+def test_cut_answer_is_never_ended(name, content, prepare):
+    """Not where its first token merges with the prompt, nor where its text is in what the template puts after it."""
+    tokenizer = build_tokenizer(TEMPLATES[name][0])
+    assert cut(tokenizer, prepare, content, question=content) == [content.rstrip()]
+
+
+@pytest.mark.parametrize("content", ["e <", "en", "d|", "id>", "eot", "it is"])
+def test_cut_answer_after_a_header_that_it_merges_with(content, prepare):
+    tokenizer = build_tokenizer(TEMPLATES["llama3"][0])
+    assert cut(tokenizer, prepare, content) == [content]
+
+
+def test_cut_answer_that_the_template_renders_otherwise(prepare):
+    for template in (
+        CHATML.replace("message.content", "message.content | upper"),
+        CHATML.replace("{{ message.content }}", "{{ message.content + message.content }}"),
+    ):
+        with pytest.raises(BadRowsError, match="content` is not rendered (once and as it is|in full)"):
+            cut(build_tokenizer(template), prepare, "it is")
+
+
+def test_markers_hold_where_the_answer_merges_with_the_prompt(prepare):
+    """Case: what is outside the markers is not supervised, in a row whose prompt keeps its own ids, neither."""
+    template = CHATML.replace(
+        "{{ message.content }}<|im_end|>",
+        "{% if message.role == 'assistant' %}{{ message.content[:6] }}{% generation %}{{ message.content[6:] }}"
+        "{% endgeneration %}{% else %}{{ message.content }}{% endif %}<|im_end|>",
+    )
+    tokenizer = build_tokenizer(template)
+    (row,) = prepare(in_memory(chat("Hello", "\n\none two")), tokenizer).train
+    assert answers(row, tokenizer) == [" two"]
+    assert cut(tokenizer, prepare, "\n\none two") == answers(row, tokenizer)

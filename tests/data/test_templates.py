@@ -188,6 +188,17 @@ def test_template_that_drops_all_reasoning_is_rendered_as_generated(form, rows_o
     assert tokenizer.decode(rows[1]["input_ids"]).count(REASONING) == 1
 
 
+@pytest.mark.parametrize("content", ["e", "|", "end", "｜>", "User", "Assistant", "one"])
+def test_generated_answer_whose_text_the_template_uses_too(content, rows_of, prepare, write_jsonl):
+    """What stands after an answer is told by the template, not by looking for the answer's text."""
+    tokenizer = deepseek()
+    messages = chat("Hello", f"<think>\nit is\n</think>\n\n{content}")
+    (row,) = rows_of(tokenizer, messages)
+    assert answers(row, tokenizer) == [f"it is\n</think>\n\n{content}<｜end▁of▁sentence｜>"]
+    (row,) = prepare(write_jsonl([{"messages": messages, "finished": False}]), tokenizer).train
+    assert answers(row, tokenizer) == [f"it is\n</think>\n\n{content}"]
+
+
 def test_reasoning_model_without_reasoning_in_the_data_is_refused(rows_of):
     with pytest.raises(BadRowsError, match=r"`messages\[1\]` can't be located.*<think>.*`chat_template_kwargs`"):
         rows_of(deepseek(), chat("Hello", "one"))

@@ -1,6 +1,7 @@
 """What a rendered answer must hold: all that the assistant wrote, nothing of it dropped or rewritten."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +11,7 @@ from .formats import REASONING_KEYS, RowError
 
 REASONING_TAG = re.compile(r"\s*</?think>\s*")
 REASONING_END = "</think>"
+SENTINEL = "\ue000\ue001"  # for private use, so that no template knows it
 
 
 def check_answer(message: Mapping[str, Any], name: str, text: str, start: int, end: int, template: str) -> None:
@@ -39,16 +41,45 @@ def check_answer(message: Mapping[str, Any], name: str, text: str, start: int, e
             )
 
 
-def as_generated(message: Mapping[str, Any], prompt: str, text: str) -> str | None:
+def with_sentinel(message: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The message with the end of its content marked: how it is rendered tells `text_after` where that is.
+
+    Raises:
+        RowError: it has no content.
+    """
+    content = message.get("content", "").rstrip()
+    if not content:
+        raise RowError(f"{name}.content", "is empty, so its end can't be located")
+    return {**message, "content": content + SENTINEL}
+
+
+def text_after(text: str, marked: str, name: str) -> str:
+    """What the template puts after a content, white space at its end included; the content may hold the same.
+
+    Args:
+        text: the rendering up to and with the message.
+        marked: the same of `with_sentinel(message)`.
+        name: what errors call the message.
+
+    Raises:
+        RowError: the template doesn't render the content once and as it is.
+    """
+    end = len(os.path.commonprefix([text, marked]))
+    rest = marked[end:].removeprefix(SENTINEL)
+    if rest == marked[end:] or rest.lstrip() != text[end:].lstrip():
+        raise RowError(f"{name}.content", "is not rendered once and as it is, so its end can't be located")
+    return text[end:]
+
+
+def as_generated(message: Mapping[str, Any], prompt: str) -> str | None:
     """The prompt and the whole answer to it, where the template opens the reasoning and then drops it from messages.
 
     Such templates (DeepSeek-R1's) never render what the model generates, but its parts are known: the reasoning, which
-    follows the `<think>` of the generation prompt, the content, and what the template puts after that.
+    follows the `<think>` of the generation prompt, and the content.
 
     Args:
         message: the answer, its reasoning in the content before `</think>`, or under a key of its own.
         prompt: the rendering of the messages before it, with the generation prompt.
-        text: the rendering up to and with the message.
 
     Returns:
         None where the message has no reasoning or the template is not such a one.
@@ -60,11 +91,9 @@ def as_generated(message: Mapping[str, Any], prompt: str, text: str) -> str | No
         reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), "")
         written, visible = reasoning, content
         generated = f"{reasoning.strip()}\n{REASONING_END}\n\n{content.strip()}"
-    visible = visible.strip()
-    place = text.rfind(visible)
-    if not (written.strip() and visible and place >= 0 and prompt.rstrip().endswith("<think>")):
+    if not (written.strip() and visible.strip() and prompt.rstrip().endswith("<think>")):
         return None
-    return prompt + generated + text[place + len(visible) :]
+    return prompt + generated
 
 
 def _holds(text: str, value: str) -> bool:

@@ -8,14 +8,14 @@ prompt) breaks it for earlier turns; each turn then becomes a row of its own, re
 """
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from .answers import as_generated, check_answer
+from .answers import as_generated, check_answer, text_after, with_sentinel
 from .documents import Document
 from .formats import Conversation, RowError
 from .text import EncodedText, TextEncoder, Turn, check_text
@@ -26,15 +26,25 @@ GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Rendering:
-    """The text of one row and the turns to supervise in it."""
+    """The text of one row and the turns to supervise in it.
+
+    `marks` (bool, for each character) is where the template's generation markers are; None if it has none.
+    """
 
     text: str
     turns: list[Turn]
     conversation: Conversation
+    marks: np.ndarray | None = None
 
     def split(self) -> list["Rendering"]:
         """One rendering per turn, each ending with it."""
-        return [Rendering(self.text[: turn.end], [turn], self.conversation) for turn in self.turns]
+        return [replace(self, text=self.text[: turn.end], turns=[turn]) for turn in self.turns]
+
+    def is_marked(self, encoded: EncodedText, start: int = 0) -> np.ndarray:
+        """Bool `[T]`: the tokens with a marked character, of the text from character `start` on."""
+        if self.marks is None:
+            return np.ones(len(encoded.ids), dtype=bool)
+        return np.array([self.marks[begin:end].any() for begin, end in _places(encoded.encoding.offsets, start)])
 
 
 class ChatEncoder(TextEncoder):
@@ -114,27 +124,33 @@ class ChatEncoder(TextEncoder):
         check_text(texts[-1], "messages")
         rows = []
         for index, prompt, text in zip(turns, prompts, texts, strict=True):
-            if not text.startswith(prompt):
-                text = self._as_generated(conversation, index, prompt, text)
-            is_cut = not conversation.finished and index == len(conversation.messages) - 1
-            end = _cut_end(conversation.messages[index], index, text) if is_cut else len(text)
-            rows.append(Rendering(text, [Turn(len(prompt), end, index)], conversation))
+            answered = text if text.startswith(prompt) else self._as_generated(conversation, index, prompt, text)
+            if not conversation.finished and index == len(conversation.messages) - 1:
+                # the answer was cut off: the model generated nothing of what the template puts after it
+                answered = answered.removesuffix(self._text_after(conversation, index, text))
+            rows.append(Rendering(answered, [Turn(len(prompt), len(answered), index)], conversation))
         whole = rows[-1].text
         if all(map(whole.startswith, prompts)) and all(whole.startswith(row.text) for row in rows):
-            return [Rendering(whole, [turn for row in rows for turn in row.turns], conversation)]
-        return rows
+            rows = [replace(rows[-1], turns=[turn for row in rows for turn in row.turns])]
+        return [replace(row, marks=self._marks(row)) for row in rows] if self._has_markers(conversation) else rows
+
+    def _text_after(self, conversation: Conversation, index: int, text: str) -> str:
+        """What the template puts after the content of a message, which it renders last."""
+        name = f"messages[{index}]"
+        chat = [*conversation.messages[:index], with_sentinel(conversation.messages[index], name)]
+        return text_after(text, self._apply(conversation, [chat])[0], name)
 
     def _as_generated(self, conversation: Conversation, index: int, prompt: str, text: str) -> str:
         found = None
         if not self._has_markers(conversation):
-            found = as_generated(conversation.messages[index], prompt, text)
+            found = as_generated(conversation.messages[index], prompt)
         if found is None:
             raise RowError(
                 f"messages[{index}]",
                 f"can't be located: {self.name} doesn't render it after its generation prompt {prompt[-40:]!r}; "
                 "pass `chat_template_kwargs` that fit the data (reasoning on or off) or another `chat_template`",
             )
-        return found
+        return found + self._text_after(conversation, index, text)
 
     def _apply(self, conversation: Conversation, chats: list[list[dict[str, Any]]], **kwargs: Any) -> list[str]:
         kwargs |= self._template_arguments(conversation)
@@ -154,20 +170,21 @@ class ChatEncoder(TextEncoder):
     def _has_markers(self, conversation: Conversation) -> bool:
         return GENERATION_MARKER.search(self._template(conversation)) is not None
 
-    def _encode_all(self, renderings: list[Rendering]) -> list[EncodedText]:
-        marked = [self._has_markers(rendering.conversation) for rendering in renderings]
-        plain = iter(self.encode([row.text for row, has in zip(renderings, marked, strict=True) if not has]))
-        return [self._encode_marked(row) if has else next(plain) for row, has in zip(renderings, marked, strict=True)]
-
-    def _encode_marked(self, rendering: Rendering) -> EncodedText:
+    def _marks(self, rendering: Rendering) -> np.ndarray:
+        """Which characters of a rendering are inside generation markers; transformers tells the tokens."""
         output: Any = self.tokenizer.apply_chat_template(
             rendering.conversation.messages[: rendering.turns[-1].position + 1],
             return_dict=True,
             return_assistant_tokens_mask=True,
             **self._template_arguments(rendering.conversation),
         )
-        marks = np.array(output["assistant_masks"], dtype=bool)
-        return self.encoded(rendering.text, output["input_ids"], output.encodings[0], marks)
+        marks = np.zeros(len(rendering.text), dtype=bool)
+        for place, marked in zip(_places(output.encodings[0].offsets), output["assistant_masks"], strict=True):
+            marks[slice(*place)] |= bool(marked)
+        return marks
+
+    def _encode_all(self, renderings: list[Rendering]) -> list[EncodedText]:
+        return self.encode([rendering.text for rendering in renderings])
 
     def _documents(self, renderings: list[Rendering], encoded: list[EncodedText]) -> list[Document]:
         documents = [self._document(*pair) for pair in zip(renderings, encoded, strict=True)]
@@ -179,18 +196,21 @@ class ChatEncoder(TextEncoder):
     def _document(self, rendering: Rendering, encoded: EncodedText) -> Document | None:
         """Ids and turns of a rendering; None if its ids don't begin with those of a served prompt."""
         turn_ids = np.full(len(encoded.ids), -1, dtype=np.int32)
+        marked = rendering.is_marked(encoded)
         for number, turn in enumerate(rendering.turns):
             start = self.answer_start(encoded, turn.start)
             if start is None:
                 return None
             end, last_character = encoded.answer_end(turn)
             self._check_rendered(rendering, turn, last_character)
-            turn_ids[start:end] = number
-            if encoded.marks is not None and not encoded.marks[start:end].any():
-                raise RowError(f"messages[{turn.position}]", f"is not inside the generation markers of {self.name}")
-        if encoded.marks is not None:
-            turn_ids[~encoded.marks] = -1
+            turn_ids[start:end] = self._supervised(rendering, turn, marked[start:end], number)
         return Document(encoded.ids, turn_ids)
+
+    def _supervised(self, rendering: Rendering, turn: Turn, marked: np.ndarray, number: int) -> np.ndarray:
+        """Turn ids of an answer: `number` inside the template's generation markers."""
+        if rendering.marks is not None and not marked.any():
+            raise RowError(f"messages[{turn.position}]", f"is not inside the generation markers of {self.name}")
+        return np.where(marked, number, -1)
 
     def _document_in_parts(self, rendering: Rendering) -> Document:
         """The prompt's ids as serving sends them, then the answer's."""
@@ -200,7 +220,8 @@ class ChatEncoder(TextEncoder):
         self._check_rendered(rendering, turn, turn.start + last_character)
         prompt_ids = self.ids(rendering.text[: turn.start])
         turn_ids = np.full(len(prompt_ids) + len(answer.ids), -1, dtype=np.int32)
-        turn_ids[len(prompt_ids) : len(prompt_ids) + end] = 0
+        marked = rendering.is_marked(answer, turn.start)[:end]
+        turn_ids[len(prompt_ids) : len(prompt_ids) + end] = self._supervised(rendering, turn, marked, 0)
         return Document(prompt_ids + answer.ids, turn_ids)
 
     def _check_rendered(self, rendering: Rendering, turn: Turn, end: int) -> None:
@@ -226,17 +247,9 @@ def _turns(conversation: Conversation) -> list[int]:
     return turns
 
 
-def _cut_end(message: dict[str, Any], index: int, text: str) -> int:
-    """Where an answer that was cut off stops in its rendering: what ends the turn was never generated."""
-    content = message.get("content", "").strip()
-    start = text.rfind(content)
-    if not content or start < 0:
-        raise RowError(
-            f"messages[{index}].content",
-            f"was cut off (`finished` is false) and is {'rendered otherwise' if content else 'empty'}: leave the row "
-            "out",
-        )
-    return start + len(content)
+def _places(offsets: Sequence[tuple[int, int]], start: int = 0) -> Iterator[tuple[int, int]]:
+    """Where the tokens stand in a text that begins at character `start`; some tokenizers count no white space."""
+    return ((start + begin, start + max(end, begin + 1)) for begin, end in offsets)
 
 
 def attempt(function: Any, *arguments: Any) -> Any:
@@ -245,3 +258,5 @@ def attempt(function: Any, *arguments: Any) -> Any:
         return function(*arguments)
     except RowError as error:
         return error
+    except RecursionError:
+        return RowError("row", "is nested too deeply")

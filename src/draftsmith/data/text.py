@@ -29,14 +29,12 @@ class EncodedText:
 
     Attributes:
         controls: index and last character (exclusive) of every control token, in order.
-        marks: `[T]` bool, the tokens inside the template's generation markers; None if it has no markers.
     """
 
     text: str
     ids: list[int]
     encoding: Encoding
     controls: list[tuple[int, int]]
-    marks: np.ndarray | None = None
 
     def answer_end(self, turn: Turn) -> tuple[int, int]:
         """Where generation stops, as (token, character), both exclusive.
@@ -95,11 +93,11 @@ class TextEncoder:
         encodings = zip(texts, batch["input_ids"], batch.encodings or [], strict=True)
         return [self.encoded(text, ids, encoding) for text, ids, encoding in encodings]
 
-    def encoded(self, text: str, ids: list[int], encoding: Encoding, marks: np.ndarray | None = None) -> EncodedText:
+    def encoded(self, text: str, ids: list[int], encoding: Encoding) -> EncodedText:
         indices = np.flatnonzero(self.is_control[np.array(ids, dtype=np.int64)]).tolist()
         places = ((index, encoding.token_to_chars(index)) for index in indices)
         controls = [(index, place[1]) for index, place in places if place]
-        return EncodedText(text, ids, encoding, controls, marks)
+        return EncodedText(text, ids, encoding, controls)
 
     def ids(self, text: str) -> list[int]:
         if len(text) <= SHORT:
