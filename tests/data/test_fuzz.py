@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from draftsmith.data import DataArguments
 from draftsmith.data.prepare import BadRowsError
 from tests.data.common import answers, chat
 
@@ -194,3 +195,55 @@ def test_errors_are_safe_to_print(prepare, tokenizer, write_jsonl):
     with pytest.raises(BadRowsError) as error:
         prepare(write_jsonl(rows), tokenizer)
     assert len(error.value.rows) == 2 and all(entry.isprintable() for entry in error.value.rows)
+
+
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            f'{{"messages": [{{"role": "user", "content": "Hello", "extra": {DEEP}}}, '
+            '{"role": "assistant", "content": "it is"}]}',
+            "nested too deeply",
+        ),
+        *(
+            ({"messages": chat("Hello", "it is"), "chat_template_kwargs": {name: value}}, f"holds `{name}`")
+            for name, value in {
+                "add_generation_prompt": False, "chat_template": "x", "return_dict": True, "tokenize": True,
+                "tools": [], "messages": [], "conversation": [], "continue_final_message": True, "padding": True,
+            }.items()
+        ),
+        *(
+            ({"messages": chat("Hello", "it is"), "finished": value}, "`finished` is .*, not true or false")
+            for value in ("false", 0, 1, [], "True")
+        ),
+    ],
+)  # fmt: skip
+def test_rows_that_would_mislead_or_stop_the_others(row, reason, write_jsonl, prepare, tokenizer):
+    name = write_jsonl([{"messages": chat("Hello", "one two"), "finished": None}, row])
+    result = prepare(name, tokenizer, on_bad_row="skip")
+    (error,) = result.reports["train"].errors
+    assert len(result.train) == 1 and "line 2" in error and re.search(reason, error)
+
+
+def test_template_arguments_that_preparation_sets():
+    with pytest.raises(ValueError, match="`chat_template_kwargs` holds `tokenize`"):
+        DataArguments(chat_template_kwargs={"tokenize": True})
+
+
+OTHERS = ("c-17", [1], {"a": 1}, -1, 2**80, True, 1.5)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"turn_ids": [2**40, -(2**70), 0, 0, 0]},
+        *({"conversation": value, "key": value, "piece": value} for value in OTHERS),
+    ],
+)
+def test_columns_of_no_account_do_not_spoil_token_rows(extra, write_jsonl, prepare, tokenizer):
+    row = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 0, 1, 1, 1], **extra}
+    result = prepare(write_jsonl([row]), tokenizer)
+    assert result.train[0]["turn_ids"] == [-1, -1, 0, 0, 0]

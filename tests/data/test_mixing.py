@@ -95,6 +95,24 @@ def test_packed_rows_follow_the_mixture(two_datasets, prepare, tokenizer):
     assert len({statistics["train"].tokens for statistics in documents.values()}) == 3
 
 
+def test_packed_rows_are_of_the_datasets_that_were_named(write_jsonl, prepare, tokenizer, tmp_path):
+    """Case: the same files, grouped otherwise into the entries of `dataset`: another mixture, never from the cache."""
+    for directory, names in {"d1": "ab", "d2": "bc"}.items():
+        (tmp_path / directory).mkdir()
+        for name in names:
+            write_jsonl(conversations(name, 12), f"{directory}/{name}.jsonl")
+    groups = [
+        [str(tmp_path / "d1"), str(tmp_path / "d2/c.jsonl")],
+        [str(tmp_path / "d1/a.jsonl"), str(tmp_path / "d2")],
+    ]
+    options = {"dataset_weights": [1, 1], "max_length": 100, "row_length": 200}
+    for group in groups:
+        packed = prepare(group, tokenizer, packing=True, **options)
+        apart = prepare(group, tokenizer, **{**options, "row_length": None})
+        ids = [token for row in apart.train for token in row["input_ids"]]
+        assert sorted(token for row in packed.train for token in row["input_ids"]) == sorted(ids)
+
+
 @pytest.mark.parametrize("weights", [[1], [1, 0], [1, -1], [1, float("inf")], []])
 def test_weights_that_make_no_mixture(weights):
     with pytest.raises(ValueError, match="`dataset_weights`.*one positive number for each of 2"):
@@ -105,6 +123,27 @@ def test_a_dataset_without_documents_in_a_mixture(two_datasets, write_jsonl, pre
     names = [two_datasets[0], write_jsonl(["{"], "broken.jsonl")]
     with pytest.raises(ValueError, match="`dataset_weights`: dataset 2 of 2 has no document"):
         prepare(names, tokenizer, dataset_weights=[1, 1], on_bad_row="skip")
+
+
+@pytest.mark.parametrize(
+    ("weights", "strategy", "reason"),
+    [
+        ((1000, 1), "undersample", "share of dataset 2 of 2 is less than one document"),
+        ((1, 1000), "undersample", "share of dataset 1 of 2 is less than one document"),
+        ((1e308, 1e-308), "undersample", "share of dataset 2 of 2 is less than one document"),
+        ((1e308, 1e-308), "oversample", "dataset 1 of 2 would be repeated inf times"),
+        ((1000, 1), "oversample", "dataset 1 of 2 would be repeated 333 times, more than 100"),
+        ((5e-324, 5e-324), "undersample", None),
+        ((1e308, 1e308), "oversample", None),
+    ],
+)
+def test_weights_far_apart(weights, strategy, reason):
+    arguments = (np.full(32, 10), np.arange(32), np.repeat([0, 1], [24, 8]), weights, strategy)
+    if reason:
+        with pytest.raises(ValueError, match=f"`dataset_weights`.*{reason}"):
+            mix(*arguments)
+    else:
+        assert set(np.repeat([0, 1], [24, 8])[mix(*arguments)]) == {0, 1}
 
 
 SAME = [
@@ -153,6 +192,53 @@ def test_duplicates_across_files_and_formats(write_jsonl, prepare, tokenizer):
     result = prepare(names, tokenizer, deduplicate=True)
     assert len(result.train) == 4 and result.reports["train"].duplicates == 4
     assert list(result.train)[:2] == [kept.train[0], kept.train[2]]  # the first one stays
+
+
+def test_rows_in_which_something_else_is_supervised_are_no_duplicates(write_jsonl, prepare, tokenizer):
+    ids = list(range(20, 30))
+    rows = [{"input_ids": ids, "loss_mask": [0] * 4 + mask} for mask in ([1] * 3 + [0] * 3, [0] * 3 + [1] * 3)]
+    assert len(prepare(write_jsonl(rows + rows[:1]), tokenizer, deduplicate=True).train) == 2
+    whole = {"messages": chat("Hello", "it is")}
+    rows = [{**whole, "finished": False}, whole, {**whole, "finished": True}]
+    result = prepare(write_jsonl(rows), tokenizer, deduplicate=True)
+    assert texts(result.train, tokenizer) == ["it is", "it is"] and result.reports["train"].duplicates == 1
+    messages = chat("Hello", "one", "What?", "two")
+    prompts = [{"prompt": messages[:cut], "completion": messages[cut:]} for cut in (3, 1)]
+    names = [write_jsonl(prompts, "prompts.jsonl"), write_jsonl([{"messages": messages}], "messages.jsonl")]
+    result = prepare(names, tokenizer, deduplicate=True)
+    assert [len(answers(row, tokenizer)) for row in result.train] == [1, 2]
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+@pytest.mark.parametrize("max_length", [None, 40])
+def test_prepared_data_is_known_again(rewrites, max_length, tmp_path, write_jsonl):
+    """Case: a Parquet file that `prepare` wrote, with raw rows of the same conversations in either part."""
+    from tests.data.common import CHATML, QWEN3
+
+    tokenizer = build_tokenizer(QWEN3 if rewrites else CHATML)
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = [{"messages": chat(f"Hello {i}", f"one {i} " * 9, "What?", f"two {i} ")} for i in range(10)]
+    name = write_jsonl(rows)
+    flags = ["--target", str(tmp_path / "target"), "--dataset", name, "--cache_dir", str(tmp_path / "cache")]
+    if max_length:
+        flags += ["--max_length", str(max_length), "--split_long_documents", "true"]
+    prepare_command.main([*flags, "--output_dir", str(tmp_path / "out")])
+    prepared = str(tmp_path / "out/train.parquet")
+
+    def run(dataset, **options):
+        arguments = DataArguments(dataset=dataset, deduplicate=True, cache_dir=str(tmp_path / "c"), **options)
+        return prepare_datasets(arguments, tokenizer)
+
+    alone = run([prepared])
+    assert alone.reports["train"].duplicates == 0
+    for dataset in ([prepared, name], [prepared, prepared]):
+        assert list(run(dataset).train) == list(alone.train)
+    split = run([prepared], max_length=20, split_long_documents=True)
+    assert split.reports["train"].duplicates == 0 and split.statistics["train"].tokens > 100
+    some = write_jsonl(rows[3:], "some.jsonl")
+    for options in ({"dataset": [prepared], "eval_dataset": [some]}, {"dataset": [name], "eval_dataset": [some]}):
+        found = " ".join(texts(run(**options).train, tokenizer))
+        assert [index for index in range(10) if f"one {index} " in found] == [0, 1, 2]
 
 
 def test_rows_per_turn_of_one_conversation_are_no_duplicates(prepare):

@@ -123,6 +123,12 @@ def test_evaluation_split_by_conversation(prepare, tokenizer, write_jsonl):
         write_jsonl([{"messages": chat("What", "one")}] + rows[::-1], "grown.jsonl"), tokenizer, eval_fraction=0.25
     )
     assert {tuple(row["input_ids"]) for row in grown.evaluation} >= held_out
+    held_out_rows = [row for row, ids in zip(rows, prepare(write_jsonl(rows), tokenizer).train, strict=True)
+                     if tuple(ids["input_ids"]) in held_out]  # fmt: skip
+    for again, empty in ((held_out_rows, "train"), ([row for row in rows if row not in held_out_rows], "evaluation")):
+        reason = f"leaves the {empty} data empty: .*split by `eval_fraction` before.*`eval_dataset`"
+        with pytest.raises(ValueError, match=reason):
+            prepare(write_jsonl(again, "again.jsonl"), tokenizer, eval_fraction=0.25)
     with pytest.raises(ValueError, match="`eval_fraction`.*empty"):
         prepare(write_jsonl(rows[:1]), tokenizer, eval_fraction=0.25)
 

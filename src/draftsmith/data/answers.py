@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .formats import REASONING_KEYS, RowError
+from .messages import REASONING_KEYS, RowError
 
 
 REASONING_TAG = re.compile(r"\s*</?think>\s*")

@@ -3,8 +3,8 @@
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from .chat import ChatEncoder, attempt
 from .documents import Document, turns_from_mask
 from .formats import Completion, Content, Conversation, MarkedText, RowError, Tokens, detect_format, read_row
-from .identity import fingerprint
+from .identity import Identity, identify
+from .messages import RESERVED_KWARGS
 from .text import TextEncoder, Turn, check_text
 
 
@@ -28,12 +29,12 @@ FEATURES = Features(
         "length": Value("int32"),
     }
 )
+IDENTITY = [entry.name for entry in fields(Identity)]  # kept in prepared files
 # What preparation needs to know about a row besides; not part of the prepared dataset.
 ROW_FEATURES = Features(
     {
         **FEATURES,
-        "conversation": Value("int64"),  # its fingerprint, by which the evaluation split goes
-        "key": Value("int64"),  # fingerprint of the row, by which duplicates are known
+        **{name: Value("int64") for name in IDENTITY},
         "row": Value("int64"),
         "truncated": Value("bool"),
         "error": Value("string"),
@@ -92,6 +93,8 @@ class EncodingArguments:
                 raise ValueError(f"`chat_template_kwargs` is not a JSON object: {error}") from error
         if not isinstance(self.chat_template_kwargs, (dict, type(None))):
             raise ValueError(f"`chat_template_kwargs` is not a JSON object: {self.chat_template_kwargs!r}")
+        if reserved := sorted(RESERVED_KWARGS & set(self.chat_template_kwargs or {})):
+            raise ValueError(f"`chat_template_kwargs` holds `{reserved[0]}`, which preparation itself sets.")
         if self.split_long_documents and self.max_length is None:
             raise ValueError("`split_long_documents` needs `max_length`.")
         if self.max_length is not None and self.max_length < 3:
@@ -147,22 +150,32 @@ class RowEncoder:
     def __call__(self, batch: Mapping[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         output: dict[str, list[Any]] = {name: [] for name in ROW_FEATURES}
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        contents = [attempt(self._read, row) for row in rows]
-        for index, content, documents in zip(indices, contents, self._encode(contents), strict=True):
-            for result in [documents] if isinstance(documents, RowError) else self._fitted(documents):
-                for name, value in (self._output(result) | {"row": index, **_keys(content)}).items():
+        found = [attempt(self._read, row) for row in rows]
+        contents = [entry if isinstance(entry, RowError) else entry[0] for entry in found]
+        for index, entry, documents in zip(indices, found, self._encode(contents), strict=True):
+            identity = Identity() if isinstance(entry, RowError) else entry[1]
+            results: Sequence[Document | RowError] = (
+                [documents] if isinstance(documents, RowError) else self._fitted(documents)
+            )
+            first = (
+                identity.piece << 16 if self.arguments.split_long_documents else identity.piece
+            )  # pieces of a piece
+            for piece, result in enumerate(results, start=first):
+                kept = {**asdict(identity), "piece": piece % 2**63}
+                for name, value in (self._output(result) | {"row": index, **kept}).items():
                     output[name].append(value)
         return output
 
-    def _read(self, row: dict[str, Any]) -> Content | None:
-        """What a row holds; None for a blank line."""
+    def _read(self, row: dict[str, Any]) -> tuple[Content | None, Identity]:
+        """What a row holds, None for a blank line, and its identity."""
         if self.is_json:
             if not row["text"].strip():
-                return None
+                return None, Identity()
             row = parse_json_row(row["text"])
         else:
             row = without_nulls(row)
-        return read_row(row, *self.row_format)
+        content = read_row(row, *self.row_format)
+        return content, identify(content)
 
     def _encode(self, contents: list[Content | RowError | None]) -> list[list[Document] | RowError]:
         conversations = [content for content in contents if isinstance(content, Conversation)]
@@ -242,17 +255,10 @@ class RowEncoder:
             raise RowError(
                 "input_ids", f"holds {max(content.input_ids)}, but the tokenizer ends at {len(self.tokenizer) - 1}"
             )
-        mask = np.array(content.loss_mask, dtype=bool)
-        turns = turns_from_mask(mask) if content.turn_ids is None else np.array(content.turn_ids, dtype=np.int32)
-        return [Document(content.input_ids, np.where(mask, turns, -1).astype(np.int32))]
-
-
-def _keys(content: Content | RowError | None) -> dict[str, int]:
-    if content is None or isinstance(content, RowError):
-        return {"conversation": 0, "key": 0}
-    key = fingerprint(content)
-    kept = content.conversation if isinstance(content, Tokens) else None
-    return {"conversation": key if kept is None else kept, "key": key}
+        if content.turn_ids is None:
+            return [Document(content.input_ids, turns_from_mask(np.array(content.loss_mask)))]
+        turns = [turn if mask else -1 for turn, mask in zip(content.turn_ids, content.loss_mask, strict=True)]
+        return [Document(content.input_ids, np.array(turns, dtype=np.int32))]
 
 
 def read_template(template: str | None) -> str | None:

@@ -6,6 +6,9 @@ from typing import Literal
 import numpy as np
 
 
+MAX_PASSES = 100  # so often the same documents teach nothing more
+
+
 def is_first(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Bool `[N]`: the documents of the first row with each key.
 
@@ -38,20 +41,33 @@ def mix(
             there are with every document in them.
 
     Raises:
-        ValueError: a source has no document.
+        ValueError: a source has no document, would get none, or would be repeated more than `MAX_PASSES` times.
     """
     totals = np.bincount(sources, lengths, minlength=len(weights))
     if not totals.all():
         raise ValueError(
             f"`dataset_weights`: dataset {int(np.argmin(totals)) + 1} of {len(weights)} has no document to mix in."
         )
-    scales = totals / np.asarray(weights, dtype=np.float64)
-    scale = scales.min() if strategy == "undersample" else scales.max()
+    with np.errstate(all="ignore"):  # weights may be of any size; the checks below see what comes of that
+        densities = np.asarray(weights, dtype=np.float64) / max(weights) / totals
+        passes = densities / (densities.max() if strategy == "undersample" else densities.min())
+        passes[np.isnan(passes)] = 1.0  # 0 / 0: itself the one with the lowest
+    if not passes.max() <= MAX_PASSES:
+        raise ValueError(
+            f"`dataset_weights`: dataset {int(np.argmax(passes)) + 1} of {len(weights)} would be repeated "
+            f"{passes.max():.3g} times, more than {MAX_PASSES}: bring the weights nearer to the sizes, or use "
+            "`mixture_strategy=undersample`."
+        )
     chosen = []
-    for source, weight in enumerate(weights):
+    for source, total in enumerate(totals):
         members = np.flatnonzero(sources == source)
-        passes, rest = divmod(round(scale * weight), round(totals[source]))
+        whole, rest = divmod(round(passes[source] * total), round(total))
         order = members[np.argsort(keys[members], kind="stable")]
         middles = np.cumsum(lengths[order]) - lengths[order] / 2  # the last one is kept if more than half of it fits
-        chosen += [members] * passes + [np.sort(order[: np.searchsorted(middles, rest)])]
+        chosen += [members] * whole + [np.sort(order[: np.searchsorted(middles, rest)])]
+        if not whole and not len(chosen[-1]):
+            raise ValueError(
+                f"`dataset_weights`: the share of dataset {source + 1} of {len(weights)} is less than one document of "
+                "it: raise its weight, leave it out, or use `mixture_strategy=oversample`."
+            )
     return np.concatenate(chosen)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from .arguments import DataArguments
-from .encoding import FEATURES
+from .encoding import FEATURES, IDENTITY
 from .loading import load_sources
 from .mixing import is_first, mix
 from .packing import pack_dataset
@@ -37,10 +37,14 @@ class PreparedData:
 
 @dataclass
 class PreparedDocuments:
-    """Documents of each part (`train`, `evaluation`), not packed, with their `conversation`, and the reports."""
+    """Documents of each part (`train`, `evaluation`), not packed, and the reports.
+
+    Columns are those of a prepared dataset and of `identity.Identity`; `keys` names the contents of each part.
+    """
 
     parts: dict[str, Dataset]
     reports: dict[str, Report]
+    keys: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class _Columns:
     lengths: np.ndarray
     keys: np.ndarray
     conversations: np.ndarray
-    rows: np.ndarray  # of all sources together
+    rows: np.ndarray
     entries: np.ndarray = field(repr=False)
 
 
@@ -66,8 +70,7 @@ def prepare_datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase) ->
         ValueError: nothing is left to train or to evaluate on.
     """
     documents = prepare_documents(args, tokenizer)
-    keys = {name: report.cache_keys for name, report in documents.reports.items()}
-    finished = {name: _finish(name, part, args, keys) for name, part in documents.parts.items()}
+    finished = {name: _finish(part, documents.keys[name], args) for name, part in documents.parts.items()}
     statistics = {name: dataset_statistics(dataset) for name, dataset in finished.items()}
     for name, numbers in statistics.items():
         logger.info(
@@ -86,26 +89,47 @@ def prepare_documents(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -
     report.duplicates = len(np.unique(columns.rows[~kept]))
     kept |= not args.deduplicate
     held_out = np.zeros(len(train), dtype=bool)
-    parts, reports = {}, {"train": report}
+    chosen, reports = {}, {"train": report}
     if args.eval_dataset:
-        evaluation, eval_columns, eval_report = _prepare(args, args.eval_dataset, args.eval_split, tokenizer)
-        reports["evaluation"] = eval_report
+        evaluation, eval_columns, reports["evaluation"] = _prepare(args, args.eval_dataset, args.eval_split, tokenizer)
         first = is_first(eval_columns.keys, eval_columns.rows)
-        eval_report.duplicates = len(np.unique(eval_columns.rows[~first]))
-        parts["evaluation"] = evaluation.select(np.flatnonzero(first)) if args.deduplicate else evaluation
+        reports["evaluation"].duplicates = len(np.unique(eval_columns.rows[~first]))
+        chosen["evaluation"] = (evaluation, np.flatnonzero(first | (not args.deduplicate)))
         kept &= ~_shared_with_evaluation(columns, eval_columns, args)
     elif args.eval_fraction:
         held_out = columns.conversations < int(args.eval_fraction * 2**63)
-        parts["evaluation"] = train.select(np.flatnonzero(held_out & kept))
+        chosen["evaluation"] = (train, np.flatnonzero(held_out & kept))
     indices = np.flatnonzero(kept & ~held_out)
-    if not all(map(len, [indices, *parts.values()])):
-        raise ValueError(
-            f"`eval_fraction`={args.eval_fraction} and `eval_dataset` leave one side of {len(train)} documents empty."
-        )
+    chosen = {"train": (train, indices), **chosen}
+    _check_sides({name: len(of_it) for name, (_, of_it) in chosen.items()}, args)
     if args.dataset_weights:
-        indices = indices[_mixture(columns, indices, args)]
-    whole = len(indices) == len(train) and not args.dataset_weights
-    return PreparedDocuments({"train": train if whole else train.select(indices), **parts}, reports)
+        chosen["train"] = (train, indices[_mixture(columns, indices, args)])
+    keys = {name: _contents_key(reports.get(name, report).cache_keys, of_it) for name, (_, of_it) in chosen.items()}
+    return PreparedDocuments({name: _select(*part) for name, part in chosen.items()}, reports, keys)
+
+
+def _check_sides(sizes: dict[str, int], args: DataArguments) -> None:
+    if all(sizes.values()):
+        return
+    empty, other = sorted(sizes, key=lambda name: sizes[name])
+    if args.eval_dataset:
+        raise ValueError(f"`eval_dataset`: the {empty} data is empty, since all of it is in the {other} data, too.")
+    raise ValueError(
+        f"`eval_fraction`={args.eval_fraction} puts all {sizes[other]} documents into the {other} data and leaves the "
+        f"{empty} data empty: a hash of the conversation decides, so data that was split by `eval_fraction` before is "
+        "not split by the same fraction again. Name its other part as `eval_dataset`, or change the fraction."
+    )
+
+
+def _select(documents: Dataset, indices: np.ndarray) -> Dataset:
+    whole = np.array_equal(indices, np.arange(len(documents)))
+    return documents if whole else documents.select(indices)
+
+
+def _contents_key(cache_keys: list[str], indices: np.ndarray) -> str:
+    """Names a selection of documents by the contents of their sources and their indices in all of these together."""
+    state = json.dumps([CACHE_VERSION, cache_keys]).encode() + indices.astype(np.int64).tobytes()
+    return hashlib.blake2b(state, digest_size=16).hexdigest()
 
 
 def draft_vocabulary_map(args: DataArguments, train: Dataset, target_vocab_size: int) -> torch.Tensor | None:
@@ -149,15 +173,21 @@ def _prepare(
         lengths=numbers["length"][:],
         keys=numbers["key"][:],
         conversations=numbers["conversation"][:],
-        rows=numbers["row"][:] + (source << 40),
+        rows=_rows(numbers["key"][:], numbers["piece"][:], source),
         entries=np.array([source.entry for source in sources])[source],
     )
-    return documents.select_columns([*FEATURES, "conversation"]), columns, report
+    return documents.select_columns([*FEATURES, *IDENTITY]), columns, report
+
+
+def _rows(keys: np.ndarray, pieces: np.ndarray, sources: np.ndarray) -> np.ndarray:
+    """Which row each document is of, `[N]`, whether it comes from that row or from a prepared file."""
+    goes_on = (np.diff(keys) == 0) & (np.diff(pieces) > 0) & (np.diff(sources) == 0)
+    return np.concatenate([[0], np.cumsum(~goes_on)])
 
 
 def _shared_with_evaluation(train: _Columns, evaluation: _Columns, args: DataArguments) -> np.ndarray:
     """Bool `[N]`: the training documents to leave out because they are in the evaluation data, too."""
-    shared = np.isin(train.keys, evaluation.keys)
+    shared = np.isin(train.conversations, evaluation.conversations)
     count = len(np.unique(train.rows[shared]))
     if count and not args.deduplicate:
         logger.warning("%d training rows are in the evaluation data, too; `deduplicate` leaves them out.", count)
@@ -178,18 +208,13 @@ def _mixture(columns: _Columns, indices: np.ndarray, args: DataArguments) -> np.
     return chosen
 
 
-def _finish(part: str, documents: Dataset, args: DataArguments, cache_keys: dict[str, list[str]]) -> Dataset:
+def _finish(documents: Dataset, key: str, args: DataArguments) -> Dataset:
     documents = documents.select_columns(list(FEATURES))
     if not args.packing:
         return documents
     assert args.row_length is not None
-    # all that decides which documents there are, and the rows they go to
-    fraction = 0.0 if args.eval_dataset else args.eval_fraction
-    mixture = [args.dataset_weights, args.mixture_strategy, len(args.dataset)]
-    state = [CACHE_VERSION, cache_keys, part, fraction, args.deduplicate, mixture, len(documents), args.row_length]
-    key = hashlib.blake2b(json.dumps(state).encode(), digest_size=16).hexdigest()
     row_length = args.row_length
     return cached_dataset(
-        _cache_dir(args) / f"packed-{key}",
+        _cache_dir(args) / f"packed-{key}-{row_length}",
         lambda scratch: pack_dataset(documents, row_length, cache_file_name=str(scratch / "map.arrow")),
     )

@@ -17,14 +17,14 @@ import pyarrow.compute as pc
 from datasets import Dataset, concatenate_datasets, load_from_disk
 from transformers import PreTrainedTokenizerBase
 
-from .encoding import FEATURES, ROW_FEATURES, EncodingArguments, RowEncoder, parse_json_row, read_template
+from .encoding import FEATURES, IDENTITY, ROW_FEATURES, EncodingArguments, RowEncoder, parse_json_row, read_template
 from .formats import COLUMNS, RowError
 from .loading import Source
 
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 2  # raised whenever the same rows would be prepared differently
+CACHE_VERSION = 3  # raised whenever the same rows would be prepared differently
 SHOWN_ROWS = 20
 
 
@@ -81,8 +81,8 @@ def prepare_sources(
         on_bad_row: "error" or "skip".
 
     Returns:
-        The prepared documents in the order of the sources, with the columns `conversation` and `key` (int64, see
-        `encoding.ROW_FEATURES`) and `row` besides, and the report.
+        The prepared documents in the order of the sources, with the columns of `identity.Identity` and `row` (int64)
+        besides, and the report.
 
     Raises:
         BadRowsError: rows that can't be used, all of them, unless `on_bad_row="skip"`.
@@ -192,7 +192,7 @@ def _split_off_report(prepared: Dataset, source: Source) -> tuple[Dataset, Repor
             report.unsupervised.append(source.locate(number))
     if len(others):
         prepared = prepared.select(np.flatnonzero(~empty))
-    return prepared.select_columns([*FEATURES, "conversation", "key", "row"]), report
+    return prepared.select_columns([*FEATURES, *IDENTITY, "row"]), report
 
 
 def _row_format(rows: Dataset, arguments: EncodingArguments, *, is_json: bool) -> tuple[str, str | None]:
