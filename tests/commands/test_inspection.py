@@ -46,12 +46,20 @@ def test_tokens_make_up_the_text(tokenizer):
     text = tokenizer.apply_chat_template(chat("Hello", "It is what\n\nit is: ünïcødé 你好 🙂"), tokenize=False)
     ids = tokenizer.encode(text)
     tokens = read_tokens(tokenizer, ids, [-1] * len(ids))
-    assert [token.id for token in tokens] == ids and all(token.text for token in tokens)
+    assert [token.id for token in tokens] == ids and "".join(token.text for token in tokens) == text
     ascii_only = tokenizer.encode("Hello there, hello again. What is it?\n\n")
     tokens = read_tokens(tokenizer, ascii_only, [-1] * len(ascii_only))
     assert "".join(token.text for token in tokens) == tokenizer.decode(ascii_only)
-    parts = read_tokens(tokenizer, tokenizer.encode("🙂"), [-1] * 4)
-    assert "".join(token.text for token in parts) == "⟨ð⟩⟨Ł⟩⟨Ļ⟩⟨Ĥ⟩"  # as the vocabulary writes bytes
+
+
+def test_characters_of_several_tokens(tokenizer):
+    ids = tokenizer.encode("a🙂b\u202e")
+    tokens = read_tokens(tokenizer, ids, [-1] * len(ids))
+    assert [token.text for token in tokens] == ["a", "", "", "", "🙂", "b", "", "", "\u202e"]
+    shown = to_terminal("x", tokens, colour=False)
+    assert "a🙂b\\u202e" in shown
+    halves = read_tokens(tokenizer, [*ids[1:3], *ids[:1], *ids[3:5]], [-1] * 5)
+    assert [token.text for token in halves] == ["⟨ð⟩", "⟨Ł⟩", "a", "⟨Ļ⟩", "⟨Ĥ⟩"]  # as the vocabulary writes bytes
 
 
 def test_spaces_that_a_decoder_drops_at_the_start_are_kept():

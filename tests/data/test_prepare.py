@@ -1,14 +1,22 @@
 """The pipeline: cache, processes, truncation, splits, packing, statistics."""
 
+import errno
 import os
 import signal
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from transformers import HfArgumentParser
 
+from draftsmith.commands import prepare as prepare_command
+from draftsmith.commands.parsing import UsageError
 from draftsmith.data import DataArguments, DraftCollator, prepare_datasets
-from draftsmith.data.prepare import cached_dataset
+from draftsmith.data.entries import cached_dataset
+from draftsmith.data.files import written_whole
+from draftsmith.data.scratch import make_scratch
 from tests.data.common import CHATML, answers, build_tokenizer, chat
 
 
@@ -95,6 +103,110 @@ def test_failing_and_concurrent_builds(tmp_path):
 
     assert cached_dataset(tmp_path / "key", build)["a"][:] == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "no rows of it", "not checked"])
+def test_damaged_entry_is_made_anew(damage, prepare, write_jsonl, tokenizer, tmp_path, caplog):
+    name = write_jsonl(conversations(5))
+    rows = list(prepare(name, tokenizer).train)
+    (entry,) = (tmp_path / "cache/draftsmith").iterdir()
+    (data,) = entry.glob("*.arrow")
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    changed = {"truncated": content[:100], "empty": b"", "flipped": content}
+    if damage in changed:
+        data.write_bytes(changed[damage])
+    else:
+        (data if damage == "no rows of it" else entry / "checksums.json").unlink()
+    assert list(prepare(name, tokenizer).train) == rows and f"{entry} is damaged" in caplog.text
+    caplog.clear()
+    assert list(prepare(name, tokenizer).train) == rows and "damaged" not in caplog.text
+    assert entries(tmp_path) == [entry.name]
+
+
+def test_scratch_of_killed_runs_is_removed_and_of_running_ones_kept(tmp_path):
+    running, discard = make_scratch(tmp_path)
+    killed, recent = tmp_path / ".unfinished-killed", tmp_path / ".unfinished-recent"
+    for path in (killed, recent):
+        path.mkdir()
+        (path / "rows.arrow").write_bytes(b"half")
+    for path in (running, killed):
+        os.utime(path, (0, 0))
+    make_scratch(tmp_path)[1]()
+    assert sorted(tmp_path.iterdir()) == sorted([running, recent])
+    discard()
+    assert list(tmp_path.iterdir()) == [recent]
+
+
+def test_full_disk_is_named(tmp_path):
+    def fill(scratch):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match=f"{tmp_path} can't be written, the disk is full: make room"):
+        cached_dataset(tmp_path / "key", fill)
+    with pytest.raises(OSError, match="train.parquet can't be written"), written_whole(tmp_path / "train.parquet"):
+        fill(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def command(tmp_path, *flags):
+    """Run `draftsmith prepare` into the directory `out`."""
+    common = ["--target", f"{tmp_path}/target", "--cache_dir", f"{tmp_path}/cache", "--output_dir", f"{tmp_path}/out"]
+    prepare_command.main([*common, *flags])
+
+
+def test_full_disk_is_a_usage_error(tmp_path, write_jsonl, tokenizer, monkeypatch):
+    def fill(dataset, path):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    tokenizer.save_pretrained(tmp_path / "target")
+    monkeypatch.setattr(Dataset, "to_parquet", fill)
+    with pytest.raises(UsageError, match="out/train.parquet can't be written, the disk is full"):
+        command(tmp_path, "--dataset", write_jsonl(conversations(3)))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_prepared_directory_has_the_parts_of_its_last_run(tmp_path, write_jsonl, prepare, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "target")
+    name, out = write_jsonl(conversations(40)), str(tmp_path / "out")
+    command(tmp_path, "--dataset", name, "--eval_fraction", "0.3", "--inspect", "1")
+    result = prepare(out, tokenizer, eval_dataset=[out])
+    sizes = len(result.train), len(result.evaluation)
+    assert sum(sizes) == 40 and min(sizes) > 3
+    ids = [{tuple(row["input_ids"]) for row in part} for part in (result.train, result.evaluation)]
+    assert not ids[0] & ids[1]
+    assert len(prepare(out, tokenizer).train) == sizes[0]
+    command(tmp_path, "--dataset", name)
+    assert sorted(path.name for path in Path(out).iterdir()) == ["statistics.json", "train.parquet"]
+    assert len(prepare(out, tokenizer).train) == 40
+    with pytest.raises(FileNotFoundError, match="`eval_dataset`: .*out was prepared without evaluation data"):
+        prepare(out, tokenizer, eval_dataset=[out])
+
+
+@pytest.mark.parametrize("content", ["\n\n  \n", ""])
+def test_files_without_rows(content, tmp_path, write_jsonl, prepare, tokenizer):
+    (tmp_path / "blank.jsonl").write_text(content)
+    table = pa.table({"messages": pa.array([], pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})))})
+    pq.write_table(table, tmp_path / "none.parquet")
+    names = [f"{tmp_path}/blank.jsonl", f"{tmp_path}/none.parquet"]
+    for _ in range(2):
+        for streaming in (False, True):
+            assert len(prepare([*names, write_jsonl(conversations(3))], tokenizer, streaming=streaming).train) == 3
+            with pytest.raises(ValueError, match=r"no rows in .*none\.parquet"):
+                prepare(names[1], tokenizer, streaming=streaming)
+            with pytest.raises(
+                ValueError, match="no rows in .*blank" if not content else "zero tokens are supervised"
+            ):
+                prepare(names[0], tokenizer, streaming=streaming)
+
+
+def test_parquet_whose_first_row_group_is_empty(tmp_path, prepare, tokenizer):
+    rows = pa.Table.from_pylist(conversations(3))
+    with pq.ParquetWriter(tmp_path / "a.parquet", rows.schema) as writer:
+        for part in (rows[:0], rows):
+            writer.write_table(part)
+    assert len(prepare(f"{tmp_path}/a.parquet", tokenizer).train) == 3
 
 
 def test_truncation_that_removes_every_answer(prepare, tokenizer, write_jsonl, caplog):

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 COLOURS = ("\x1b[30;42m", "\x1b[30;46m")  # black on green and on cyan, for turns in turn
 PLAIN = "\x1b[0m"
+BROKEN = "\ufffd"  # what a part of a character is decoded to
+BYTES = 4  # of the longest character
 INVISIBLE = {
     "Cc",
     "Cf",
@@ -53,17 +55,25 @@ def sample(dataset: Dataset, count: int) -> list[int]:
 def read_tokens(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int], turn_ids: Sequence[int]) -> list[Token]:
     """The tokens of a document.
 
-    A token is decoded with the one before it, since some tokenizers drop a space where a text begins. What is no text
-    by itself, as a part of a character, stands as the vocabulary writes it.
+    A token is decoded with the one before it, since some tokenizers drop a space where a text begins. Where several
+    tokens make a character, the last has it as its text. What is no text at all stands as the vocabulary writes it.
     """
-    tokens = []
-    for index, (token_id, turn) in enumerate(zip(input_ids, turn_ids, strict=True)):
-        before = _decode(tokenizer, input_ids[max(index - 1, 0) : index])
-        both = _decode(tokenizer, input_ids[max(index - 1, 0) : index + 1])
-        added = both.removeprefix(before) if both.startswith(before) else ""
-        is_text = added and "\ufffd" not in before + both
-        tokens.append(Token(token_id, added if is_text else _alone(tokenizer, token_id), turn))
+    tokens: list[Token] = []
+    while (start := len(tokens)) < len(input_ids):
+        texts = [_added(tokenizer, input_ids, start, start + size) for size in range(1, BYTES + 1)]
+        size = next((size for size, text in enumerate(texts, start=1) if BROKEN not in text), 1)
+        text = texts[size - 1]
+        ids, turns = input_ids[start : start + size], turn_ids[start : start + size]
+        written = [""] * (size - 1) + [text if text and BROKEN not in text else _alone(tokenizer, ids[-1])]
+        tokens += map(Token, ids, written, turns)
     return tokens
+
+
+def _added(tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int], start: int, end: int) -> str:
+    """What tokens `start:end` add to the text of the token before them."""
+    before = _decode(tokenizer, input_ids[max(start - 1, 0) : start])
+    both = _decode(tokenizer, input_ids[max(start - 1, 0) : end])
+    return both.removeprefix(before) if both.startswith(before) else BROKEN
 
 
 def visible(text: str) -> str:
@@ -124,4 +134,4 @@ def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 def _alone(tokenizer: PreTrainedTokenizerBase, token_id: int) -> str:
     text = _decode(tokenizer, [token_id])
-    return text if text and "\ufffd" not in text else f"⟨{tokenizer.convert_ids_to_tokens(token_id)}⟩"
+    return text if text and BROKEN not in text else f"⟨{tokenizer.convert_ids_to_tokens(token_id)}⟩"

@@ -55,11 +55,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = target_args.load_tokenizer()
         documents = prepare_documents(replace(data_args, packing=False), tokenizer)
     statistics = {name: dataset_statistics(part) for name, part in documents.parts.items()}
-    for name, part in documents.parts.items():
-        _write_parquet(part, output_dir / f"{name}.parquet")
-    write_json(_report(documents, statistics), output_dir / "statistics.json")
-    if args.inspect:
-        _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
+    with usage_errors():
+        for name in ("evaluation.parquet", "inspect.html"):  # of an earlier run: they would belong to other data
+            (output_dir / name).unlink(missing_ok=True)
+        for name, part in documents.parts.items():
+            _write_parquet(part, output_dir / f"{name}.parquet")
+        write_json(_report(documents, statistics), output_dir / "statistics.json")
+        if args.inspect:
+            _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
     for name, report in documents.reports.items():
         print(_account(name, report, data_args.deduplicate))
     for name, numbers in statistics.items():

@@ -1,5 +1,6 @@
 """Files that appear once they are whole, or not at all."""
 
+import errno
 import json
 import os
 from collections.abc import Iterator
@@ -15,11 +16,23 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Another name to write to: `path` appears once all is on the disk, or not at all."""
     unfinished = path.with_name(f"{PART}{path.name}")
     try:
-        yield unfinished
-        synchronize(unfinished)
-        unfinished.replace(path)
+        with naming_full_disks(path):
+            yield unfinished
+            synchronize(unfinished)
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming_full_disks(path: Path) -> Iterator[None]:
+    """What is raised where the disk is full names what was written there."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise OSError(f"{path} can't be written, the disk is full: make room there, or name another one.") from error
 
 
 def write_json(value: object, path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import fsspec
 import pyarrow as pa
+import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset, load_from_disk
 
 from .streams import array_items, batched, rows_on_disk
@@ -52,6 +53,7 @@ class Reading:
             own default.
         streaming: read from the beginning only as far as `max_rows`, instead of fetching whole datasets first.
         max_rows: of each dataset; None = all.
+        part: "train" or "evaluation", which file of a directory that `draftsmith prepare` wrote is read.
     """
 
     config: str | None = None
@@ -59,6 +61,7 @@ class Reading:
     cache_dir: str | None = None
     streaming: bool = False
     max_rows: int | None = None
+    part: str = "train"
 
     def load(self, name: str, *arguments: str | None, limit: int | None, **options: Any) -> Dataset:
         """`datasets.load_dataset`, on disk and memory-mapped either way."""
@@ -77,13 +80,14 @@ def load_sources(
     cache_dir: str | None = None,
     streaming: bool = False,
     max_rows: int | None = None,
+    part: str = "train",
 ) -> list[Source]:
     """Open every dataset of `datasets`, in order.
 
     Args:
         datasets: local files (`.jsonl`, `.ndjson`, `.json`, `.parquet`, also compressed), globs, directories of such
             files or written by `Dataset.save_to_disk`, Hub ids, or `datasets.Dataset` objects.
-        config, split, cache_dir, streaming, max_rows: as in [`Reading`].
+        config, split, cache_dir, streaming, max_rows, part: as in [`Reading`].
 
     Raises:
         FileNotFoundError: a name that looks like a path matches nothing.
@@ -91,7 +95,7 @@ def load_sources(
     """
     if isinstance(datasets, (str, Dataset)):
         raise TypeError("`dataset` is a list: write [dataset].")
-    reading = Reading(config, split, cache_dir, streaming, max_rows)
+    reading = Reading(config, split, cache_dir, streaming, max_rows, part)
     return [
         replace(source, entry=position)
         for position, dataset in enumerate(datasets)
@@ -105,7 +109,7 @@ def _open(dataset: str | Dataset, position: int, reading: Reading) -> Iterator[S
         yield Source(f"in-memory dataset {position + 1}", dataset)
     elif not isinstance(dataset, str):
         raise TypeError(f"`dataset` takes names and `datasets.Dataset` objects, not {type(dataset).__name__}.")
-    elif files := _local_files(dataset):
+    elif files := _local_files(dataset, reading.part):
         for file in files:
             yield _read_file(file, reading)
     else:
@@ -138,11 +142,23 @@ def _is_data(path: Path) -> bool:
     return _kind(path) in READERS and path.name not in DESCRIPTIONS and not path.name.startswith(".")
 
 
-def _local_files(name: str) -> list[Path]:
+def _is_prepared(path: Path) -> bool:
+    """Whether it is a directory that `draftsmith prepare` wrote: its parts are not to be read together."""
+    return (path / "train.parquet").is_file() and (path / "statistics.json").is_file()
+
+
+def _local_files(name: str, part: str) -> list[Path]:
     """The files that `name` stands for, sorted; empty if it must be a Hub id."""
     path = Path(name).expanduser()
     if path.is_file() or _is_saved_dataset(path):
         return [path]
+    if _is_prepared(path):
+        if not (path / f"{part}.parquet").is_file():
+            raise FileNotFoundError(
+                f"`eval_dataset`: {name} was prepared without evaluation data: prepare it with `eval_fraction` or "
+                "`eval_dataset`, or name a file."
+            )
+        return [path / f"{part}.parquet"]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_data(file))
         if not files:
@@ -224,7 +240,16 @@ def _texts_on_disk(texts: Iterator[str], reading: Reading) -> Dataset:
 
 
 def _read_parquet(path: Path, reading: Reading) -> Source:
-    rows = reading.load("parquet", data_files=[glob.escape(str(path))], split="train", limit=reading.max_rows)
+    with pq.ParquetFile(path) as file:
+        if file.metadata.num_rows == 0:  # which `datasets` refuses
+            return Source(str(path), Dataset(file.read()))
+    rows = reading.load(
+        "parquet",
+        data_files=[glob.escape(str(path))],
+        split="train",
+        limit=reading.max_rows,
+        batch_size=1000,  # else as many rows as the first row group has, which may be none
+    )
     return Source(str(path), rows)
 
 

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from .arguments import DataArguments
 from .encoding import FEATURES, IDENTITY
+from .entries import cached_dataset
 from .loading import load_sources
 from .mixing import is_first, mix
 from .packing import pack_dataset
-from .prepare import CACHE_VERSION, Report, cached_dataset, prepare_sources
+from .prepare import CACHE_VERSION, Report, prepare_sources
 from .statistics import DatasetStatistics, dataset_statistics
 from .vocabulary import build_vocabulary_map, count_tokens, coverage, load_vocabulary_map
 
@@ -158,6 +159,7 @@ def _prepare(
 ) -> tuple[Dataset, _Columns, Report]:
     sources = load_sources(
         names,
+        part="train" if names is args.dataset else "evaluation",
         config=args.dataset_config,
         split=split,
         cache_dir=args.cache_dir,

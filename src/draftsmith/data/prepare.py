@@ -7,17 +7,17 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, concatenate_datasets, load_from_disk
+from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from .encoding import FEATURES, IDENTITY, ROW_FEATURES, EncodingArguments, RowEncoder, parse_json_row, read_template
+from .entries import cached_dataset
 from .formats import COLUMNS, RowError
 from .loading import Source
 
@@ -98,6 +98,8 @@ def prepare_sources(
         total.errors += report.errors
         total.documents.append(len(documents))
         total.cache_keys += report.cache_keys
+    if total.rows == 0:
+        raise ValueError(f"`dataset`: no rows in {', '.join(source.name for source in sources)}.")
     documents = concatenate_datasets(datasets)
     if total.errors and on_bad_row == "error":
         raise BadRowsError(total.errors, len(documents))
@@ -117,27 +119,6 @@ def prepare_sources(
     return documents, total
 
 
-def cached_dataset(path: Path, build: Callable[[Path], Dataset]) -> Dataset:
-    """The dataset saved at `path`, or what `build(scratch directory)` returns, saved there.
-
-    It appears under its name only when complete: a killed run leaves a scratch directory, never half an entry, and of
-    several processes that build the same one the first wins.
-    """
-    if path.is_dir():
-        logger.info("Reading prepared data from %s", path)
-        return load_from_disk(str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".unfinished-") as scratch:
-        entry = Path(scratch) / "entry"
-        build(Path(scratch)).save_to_disk(str(entry))
-        try:
-            entry.rename(path)
-        except OSError:
-            if not path.is_dir():
-                raise
-    return load_from_disk(str(path))
-
-
 def _prepare_source(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -147,6 +128,8 @@ def _prepare_source(
     num_proc: int | None,
 ) -> tuple[Dataset, Report]:
     rows = source.rows.with_format(None)
+    if len(rows) == 0:
+        return Dataset.from_dict({name: [] for name in ROW_FEATURES}, features=ROW_FEATURES), Report()
     if not source.is_json:
         if arguments.format_of(rows.column_names) is None:
             raise ValueError(
@@ -173,8 +156,6 @@ def _prepare_source(
             desc=f"Preparing {source.name}",
         )
 
-    if len(rows) == 0:
-        return Dataset.from_dict({name: [] for name in ROW_FEATURES}, features=ROW_FEATURES), Report()
     documents, report = _split_off_report(cached_dataset(cache_dir / key, build), source)
     return documents, replace(report, cache_keys=[key])
 

@@ -1,8 +1,6 @@
 """Rows that come one after the other, kept on disk until they are prepared: memory stays flat in their number."""
 
 import json
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -14,6 +12,9 @@ import pyarrow as pa
 from datasets import Dataset
 from tqdm import tqdm
 
+from .files import naming_full_disks
+from .scratch import make_scratch
+
 
 CHUNK = 2**20  # characters
 
@@ -24,14 +25,14 @@ def rows_on_disk(tables: Iterable[pa.Table], cache_dir: str | None) -> Dataset:
     All tables get the columns and types of the first; without a table, a dataset without rows and columns.
     """
     parent = Path(cache_dir or datasets.config.HF_CACHE_HOME).expanduser() / "draftsmith"
-    parent.mkdir(parents=True, exist_ok=True)
-    directory = tempfile.mkdtemp(dir=parent, prefix=".unfinished-")
+    directory, discard = make_scratch(parent)
     try:
-        rows = _written(iter(tables), str(Path(directory) / "rows.arrow"))
+        with naming_full_disks(parent):
+            rows = _written(iter(tables), str(directory / "rows.arrow"))
     except BaseException:
-        shutil.rmtree(directory)
+        discard()
         raise
-    weakref.finalize(rows, shutil.rmtree, directory, ignore_errors=True)
+    weakref.finalize(rows, discard)
     return rows
 
 
