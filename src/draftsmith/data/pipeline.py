@@ -85,14 +85,14 @@ def prepare_documents(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -
     """What `prepare_datasets` packs; arguments and errors are the same."""
     if not args.dataset:
         raise ValueError("`dataset` is empty: name the training data.")
-    train, columns, report = _prepare(args, args.dataset, args.split, tokenizer)
+    train, columns, report = _prepare(args, "train", tokenizer)
     kept = is_first(columns.keys, columns.rows)
     report.duplicates = len(np.unique(columns.rows[~kept]))
     kept |= not args.deduplicate
     held_out = np.zeros(len(train), dtype=bool)
     chosen, reports = {}, {"train": report}
     if args.eval_dataset:
-        evaluation, eval_columns, reports["evaluation"] = _prepare(args, args.eval_dataset, args.eval_split, tokenizer)
+        evaluation, eval_columns, reports["evaluation"] = _prepare(args, "evaluation", tokenizer)
         first = is_first(eval_columns.keys, eval_columns.rows)
         reports["evaluation"].duplicates = len(np.unique(eval_columns.rows[~first]))
         chosen["evaluation"] = (evaluation, np.flatnonzero(first | (not args.deduplicate)))
@@ -154,14 +154,13 @@ def _cache_dir(args: DataArguments) -> Path:
     return Path(args.cache_dir or datasets.config.HF_CACHE_HOME).expanduser() / "draftsmith"
 
 
-def _prepare(
-    args: DataArguments, names: list[str], split: str, tokenizer: PreTrainedTokenizerBase
-) -> tuple[Dataset, _Columns, Report]:
+def _prepare(args: DataArguments, part: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, _Columns, Report]:
+    is_train = part == "train"
     sources = load_sources(
-        names,
-        part="train" if names is args.dataset else "evaluation",
+        args.dataset if is_train else args.eval_dataset,
+        part=part,
         config=args.dataset_config,
-        split=split,
+        split=args.split if is_train else args.eval_split,
         cache_dir=args.cache_dir,
         streaming=args.streaming,
         max_rows=args.max_rows,
