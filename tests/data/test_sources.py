@@ -268,7 +268,7 @@ def test_unknown_columns_and_empty_data(prepare, tokenizer, tmp_path):
         prepare(Dataset.from_dict({"question": ["Hello"], "answer": ["one"]}), tokenizer)
     (tmp_path / "empty.jsonl").touch()
     for dataset in (str(tmp_path / "empty.jsonl"), Dataset.from_dict({"messages": []})):
-        with pytest.raises(ValueError, match="zero tokens are supervised"):
+        with pytest.raises(ValueError, match="`dataset`: no rows in"):
             prepare(dataset, tokenizer)
     with pytest.raises(ValueError, match="`dataset` is empty"):
         prepare_datasets(DataArguments(), tokenizer)

@@ -45,11 +45,11 @@ def with_sentinel(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The message with the end of its content marked: how it is rendered tells `text_after` where that is.
 
     Raises:
-        RowError: it has no content.
+        RowError: it has no content, as only an answer that was cut off before any.
     """
     content = message.get("content", "").rstrip()
     if not content:
-        raise RowError(f"{name}.content", "is empty, so its end can't be located")
+        raise RowError(f"{name}.content", "was cut off (`finished` is false) and is empty: leave the row out")
     return {**message, "content": content + SENTINEL}
 
 
