@@ -18,7 +18,8 @@ class Log:
 
     Attributes:
         faults: by what the last message says, what its next requests get instead of an answer: a status, a status
-            with headers, or "drop" for a connection that breaks off.
+            with headers, "drop" for a connection that breaks off, a text, or fields of the answer that are others.
+        refusal: what is said beside a status; `{Authorization}` and other headers of the request are put in.
         message: further fields of each answer's message; finish_reason: of each answer.
         seconds: how long an answer takes.
     """
@@ -27,8 +28,9 @@ class Log:
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     faults: dict[str, list[Any]] = field(default_factory=dict)
+    refusal: str = "not now"
     message: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str = "stop"
+    finish_reason: Any = "stop"
     seconds: float = 0.0
     at_once: int = 0
     most_at_once: int = 0
@@ -73,18 +75,20 @@ def chat_server() -> Iterator[tuple[str, Log]]:
             if fault == "drop":
                 self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
                 self.close_connection = True
-            elif fault is not None:
+            elif isinstance(fault, str):
+                self.answer(fault)
+            elif isinstance(fault, (int, tuple)):
                 status, headers = fault if isinstance(fault, tuple) else (fault, {})
                 self.send_response(status)
                 for name, value in headers.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(b"not now")
+                self.wfile.write(log.refusal.format(**self.headers).encode())
             else:
                 said = {"role": "assistant", "content": answer_to(body["messages"])} | log.message
                 choice = {"message": said, "finish_reason": log.finish_reason}
                 usage = {"prompt_tokens": 7, "completion_tokens": 5}
-                self.answer(json.dumps({"choices": [choice], "usage": usage}))
+                self.answer(json.dumps({"choices": [choice], "usage": usage} | (fault or {})))
 
     with serving(Chat) as address:
         yield address, log

@@ -9,9 +9,10 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from draftsmith.commands.generate_arguments import GenerateArguments
 from draftsmith.commands.parsing import UsageError
+from draftsmith.data.formats import RowError
 from draftsmith.generation import local
 from draftsmith.generation.local import ContinuousEngine, GenerateEngine, local_engine
-from draftsmith.generation.requests import Answer, Request, Sampling
+from draftsmith.generation.requests import Request, Sampling
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.tiny_models import tiny_model
 
@@ -47,7 +48,8 @@ def own_answers(model, tokenizer, limit=20):
         end = next((at for at, token in enumerate(output) if token in stops), None)
         content = tokenizer.decode(output[:end])
         content = content if end is not None else content.rstrip("\N{REPLACEMENT CHARACTER}")
-        found[request.key] = (content, end is not None, ids.shape[1], len(output))
+        if content.strip() or end is None:  # else there is nothing to train on
+            found[request.key] = (content, end is not None, ids.shape[1], len(output))
     return found
 
 
@@ -57,7 +59,9 @@ def engine_answers(engine):
         engine.submit(request)
     for _ in PROMPTS:
         key, answer = engine.next()
-        assert isinstance(answer, Answer), answer
+        if isinstance(answer, RowError):
+            assert str(answer) == "`messages[1]` was answered with nothing"
+            continue
         found[key] = (answer.message["content"], answer.finished, answer.prompt_tokens, answer.new_tokens)
     engine.close()
     return found
@@ -68,7 +72,7 @@ def engine_answers(engine):
 def test_greedy_answers_do_not_depend_on_the_batch(family, batch_size, tokenizer):
     model = target(tokenizer, family)
     truth = own_answers(model, tokenizer)
-    assert 0 < sum(finished for _, finished, _, _ in truth.values()) < len(PROMPTS)
+    assert 0 < sum(finished for _, finished, _, _ in truth.values()) < len(truth)
     assert engine_answers(GenerateEngine(model, tokenizer, GREEDY, {}, batch_size=batch_size)) == truth
 
 
@@ -117,7 +121,7 @@ def test_targets_that_it_does_not_serve_are_decoded_in_batches(tokenizer, caplog
 
 
 def test_prompts_beyond_the_positions_are_refused_and_answers_end_there(tokenizer):
-    model = target(tokenizer)
+    model = target(tokenizer, stops=1)
     engine = GenerateEngine(model, tokenizer, GREEDY, {}, batch_size=2)
     engine.positions = 12
     engine.submit(requests()[2])

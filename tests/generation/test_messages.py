@@ -2,7 +2,6 @@
 
 import json
 
-import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
@@ -19,6 +18,11 @@ THINK_FIRST = (  # the generation prompt begins the reasoning
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+R1 = (  # drops the reasoning from messages, and knows no key for it
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content.split('</think>') | last }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 )
 TOOLS = CHATML.replace(
@@ -100,14 +104,14 @@ def test_raw_text_is_split_only_if_the_template_renders_it_as_it_was(template, k
     reader = AnswerReader(build_tokenizer(template), kwargs)
     request = Request("k-0", 0, chat("What is it?"), None, {})
     expected = {"role": "assistant", **(message or {"content": written})}
-    assert reader.message(request, reader.prompt(request), written) == expected
+    assert reader.message(request, reader.prompt(request), written, finished=True) == expected
 
 
 def test_what_the_template_renders_otherwise_is_refused():
     reader = AnswerReader(build_tokenizer(QWEN3), {})
     request = Request("k-0", 0, chat("What is it?"), None, {})
     with pytest.raises(RowError, match=r"`messages\[1\]` was answered with 'Hello'.*--engine openai"):
-        reader.message(request, reader.prompt(request), "Hello")  # without the reasoning that this template adds
+        reader.message(request, reader.prompt(request), "Hello", finished=True)  # without the thought it adds
 
 
 def test_a_recorded_call_is_known_by_its_text():
@@ -115,8 +119,9 @@ def test_a_recorded_call_is_known_by_its_text():
     recorded = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     request = Request("k-0", 0, chat("Add."), None, {}, recorded)
     prompt = reader.prompt(request)
-    assert reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 1}}') == recorded
-    assert "tool_calls" not in reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 2}}')
+    assert reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 1}}', finished=True) == recorded
+    other = reader.message(request, prompt, '<call>{"name": "add", "arguments": {"a": 2}}', finished=True)
+    assert "tool_calls" not in other
 
 
 @pytest.mark.parametrize(("arguments", "number"), [('{"a": 1}', 2), ('{"a": 2}', 1)])
@@ -147,10 +152,107 @@ def test_tool_results_are_told_to_a_target_that_made_the_call(arguments, number,
 
 @pytest.mark.parametrize("reason", ["length", "abort", None])
 def test_cut_answers_are_dropped_with_what_follows(reason, run, server, tmp_path):
-    server[1].finish_reason = reason
+    cut = {"choices": [{"message": {"content": "It is"}, "finish_reason": reason}]}
+    server[1].faults = {"one": [cut]}
     counts = run([{"turns": ["one", "two"]}, {"prompt": "x"}], *flags(server))
-    assert (counts.rows, counts.written, counts.cut) == (2, 0, 2) and len(server[1].requests) == 2
-    assert pq.read_table(tmp_path / "out" / "train.parquet").num_rows == 0
+    assert (counts.rows, counts.written, counts.cut) == (2, 1, 1) and len(server[1].requests) == 2
+    assert [messages[0]["content"] for messages in rows_of(tmp_path)] == ["x"]
+
+
+def test_a_run_that_leaves_nothing_to_train_on_fails(run, server, tmp_path):
+    server[1].finish_reason = "length"
+    for _ in range(2):  # the second time without a request
+        with pytest.raises(UsageError, match=r"of 2 conversations none is left .* 2 were cut at `max_new_tokens`"):
+            run([{"turns": ["one", "two"]}, {"prompt": "x"}], *flags(server))
+    assert len(server[1].requests) == 2 and not (tmp_path / "out" / "train.parquet").exists()
+
+
+@pytest.mark.parametrize("given", ["run", "row"])
+def test_training_sees_the_prompts_that_were_answered(given, run, server, tmp_path, retemplate):
+    retemplate(QWEN3)
+    kwargs = {"enable_thinking": False}
+    row = {"prompt": "x"} | ({"chat_template_kwargs": kwargs} if given == "row" else {})
+    run([row], *flags(server), *(["--chat_template_kwargs", json.dumps(kwargs)] if given == "run" else []))
+    assert prepared(tmp_path, QWEN3) == [["It is 1, x<|im_end|>"]]  # the empty thought is the prompt's
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "finish_reason", "expected"),
+    [
+        (QWEN3, "<think>\nit is what", "length", None),
+        (QWEN3, "<think>\nit is what", "stop", "does not render as it was written"),
+        (QWEN3, "<think>\nHm\n</think>\n\nIt is", "stop", {"reasoning_content": "Hm", "content": "It is"}),
+        (QWEN3, "<think>\nHm\n</think>\n\nIt is", "length", {"reasoning_content": "Hm", "content": "It is"}),
+        (THINK_FIRST, "it is what", "length", None),
+        (THINK_FIRST, "it is what", "stop", "can't be located"),
+        (R1, "it is what", "length", None),
+        (R1, "it is what", "stop", "can't be located"),
+        (R1, "Hm\n</think>\n\nIt is", "stop", {"content": "Hm\n</think>\n\nIt is"}),
+        (CHATML, "use <think> here", "stop", {"content": "use <think> here"}),
+        (CHATML, " \n ", "length", None),
+    ],
+)
+def test_a_servers_text_is_kept_only_as_the_template_renders_it(
+    template, content, finish_reason, expected, run, server, tmp_path, retemplate
+):
+    retemplate(template)
+    answer = {"choices": [{"message": {"content": content}, "finish_reason": finish_reason}]}
+    server[1].faults = {"x": [answer]}
+    rows = [{"prompt": "x"}] + [{"prompt": "ok", "chat_template_kwargs": {"enable_thinking": False}}]
+    server[1].message = {"content": "Hm\n</think>\n\nok"} if template in (THINK_FIRST, R1) else {}
+    if isinstance(expected, str):
+        with pytest.raises(UsageError, match=rf"1 rows got no answer(.|\n)*line 1: `messages\[1\]` .*{expected}"):
+            run(rows, *flags(server))
+        return
+    counts = run(rows, *flags(server), "--cut_answers", "keep")
+    assert (counts.written, counts.cut) == (1 if expected is None else 2, int(finish_reason == "length"))
+    if expected:
+        assert rows_of(tmp_path)[0][1] == {"role": "assistant", **expected}
+    assert len(prepared(tmp_path, template)) == counts.written
+
+
+@pytest.mark.parametrize(
+    ("message", "finish_reason", "reason"),
+    [
+        ({"content": None}, "stop", "nothing"),
+        ({"content": ""}, "stop", "nothing"),
+        ({"content": " \n"}, "stop", "nothing"),
+        ({"content": None, "refusal": "No."}, "stop", "refused by the server"),
+        ({"content": "It"}, "content_filter", "refused by a filter"),
+        ({"content": ["It", "is"]}, "stop", r"content\[0\]` is str, but only text"),
+        ({"content": 7}, "stop", "content` is int"),
+        ({"content": "a\ud800b"}, "stop", "half a character"),
+        ({"content": "It"}, ["stop"], "`finish_reason` that is a list"),
+        ({"content": "It", "tool_calls": "x"}, "tool_calls", "tool_calls` is not JSON"),
+        ({"content": "It", "tool_calls": {"a": 1}}, "tool_calls", "tool_calls` is not a list"),
+        ({"content": "It", "tool_calls": [None]}, "tool_calls", "tool_calls` is not a list"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": '{"a": '}}]}, "tool_calls", "is not JSON"),
+        ({"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool_calls", "not rendered in full"),
+    ],
+)  # fmt: skip
+def test_what_no_one_can_train_on_is_named_and_left_out(message, finish_reason, reason, run, server, tmp_path):
+    answer = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": finish_reason}]}
+    server[1].faults = {"bad": [answer] * 2}
+    rows = [{"turns": ["bad", "and then?"]}, {"prompt": "x"}]
+    with pytest.raises(UsageError, match=rf"1 rows got no answer(.|\n)*line 1: `messages\[1\].*{reason}"):
+        run(rows, *flags(server))
+    counts = run(rows, *flags(server), "--on_bad_row", "skip")
+    assert (counts.written, counts.unanswered, counts.cut) == (1, 1, 0)
+    assert not any(len(request["messages"]) > 1 for request in server[1].requests)
+    assert prepared(tmp_path, CHATML) == [["It is 1, x<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "x", "tools": [{"type": "function", "function": {"name": "\ud800"}}]},
+        {"prompt": "x", "chat_template_kwargs": {"a": "\ud800"}},
+    ],
+)
+def test_half_characters_outside_the_messages_are_refused_too(row, run, server):
+    with pytest.raises(UsageError, match=r"line 2: `(tools|chat_template_kwargs)` holds .*half a character"):
+        run([{"prompt": "a"}, row], *flags(server))
+    assert not server[1].requests
 
 
 def test_a_cut_answer_that_is_kept_does_not_end_in_training(run, server, tmp_path):
@@ -187,5 +289,5 @@ def test_only_the_last_answer_of_a_cut_conversation_stays_open(write_prompts, tm
 def test_a_cut_inside_the_reasoning_leaves_no_message(run, server, tmp_path, retemplate):
     retemplate(QWEN3)
     server[1].message, server[1].finish_reason = {"reasoning": "Hm", "content": None}, "length"
-    counts = run([{"prompt": "x"}], *flags(server, "--cut_answers", "keep"))
-    assert (counts.written, counts.cut) == (0, 1)
+    with pytest.raises(UsageError, match=r"none is left to train on: 0 got no answer, 1 were cut"):
+        run([{"prompt": "x"}], *flags(server, "--cut_answers", "keep"))

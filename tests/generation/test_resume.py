@@ -7,6 +7,7 @@ import random
 import signal
 import time
 
+import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
@@ -123,10 +124,70 @@ def test_two_runs_at_once_are_refused(tmp_path):
         Journal(tmp_path / "journal", {})
 
 
-def test_a_journal_that_is_damaged_is_named(tmp_path):
-    (tmp_path / "journal").write_text('{"settings": {}}\nnonsense\n')
-    with pytest.raises(ValueError, match=r"journal is damaged at byte 17 .*remove it to begin anew"):
+@pytest.mark.parametrize("first", ["null", '{"settings": null}', '{"settings": "a"}', "[]", "\\", "[" * 9999])
+def test_a_journal_without_settings_is_named(first, tmp_path):
+    (tmp_path / "journal").write_text(f"{first}\n")
+    with pytest.raises(ValueError, match=r"the first line of .*journal is damaged: remove it to begin anew"):
         Journal(tmp_path / "journal", {})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda line: b"nonsense\n",
+        lambda line: b"null\n",
+        lambda line: line.replace(b"It is", b"It \xffs"),
+        lambda line: line.replace(b'"key": "', b'"key": "0'),
+        lambda line: json.dumps(json.loads(line) | {"messages": []}).encode() + b"\n",
+        lambda line: json.dumps(json.loads(line) | {"messages": "x"}).encode() + b"\n",
+        lambda line: line.replace(b'"finished": true', b'"finished": false'),
+    ],
+)
+def test_a_damaged_line_costs_its_conversation(damage, run, server, tmp_path, caplog):
+    server[1].faults = {"2": [400]}
+    rows = [{"prompt": str(n)} for n in range(3)]
+    with pytest.raises(UsageError, match="1 rows got no answer"):
+        run(rows, *flags(server))
+    lines = journal_of(tmp_path).read_bytes().splitlines(keepends=True)
+    damaged = damage(lines[1])
+    assert damaged != lines[1]
+    journal_of(tmp_path).write_bytes(lines[0] + damaged + b"".join(lines[2:]))
+    assert run(rows, *flags(server)).written == 3
+    assert f"1 lines of {journal_of(tmp_path)} are damaged (the first at byte {len(lines[0])})" in caplog.text
+    assert list(load_dataset(str(tmp_path / "out"), split="train")["messages"]) == [expected(row) for row in rows]
+    assert len(server[1].requests) == 3 + 2
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"), [(lambda table: table[:1], "holds 1 rows"), (lambda _: None, "is unreadable")]
+)
+def test_a_finished_directory_that_lost_its_rows_is_named(damage, reason, run, server, tmp_path):
+    rows, path = [{"prompt": "a"}, {"prompt": "b"}], tmp_path / "out" / "train.parquet"
+    run(rows, *flags(server))
+    table = damage(pq.read_table(path))
+    path.write_bytes(b"") if table is None else pq.write_table(table, path)
+    with pytest.raises(UsageError, match=f"train.parquet {reason}, but provenance.json tells of 2: remove both"):
+        run(rows, *flags(server))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_weights_are_another_target(finished, run, server, tmp_path, target_dir):
+    server[1].faults = {} if finished else {"a": [400]}
+    rows = [{"prompt": "a"}]
+    if finished:
+        run(rows, *flags(server))
+    else:
+        with pytest.raises(UsageError, match="1 rows got no answer"):
+            run(rows, *flags(server))
+    weights = target_dir / "model.safetensors"
+    before = weights.read_bytes()
+    try:
+        weights.write_bytes(before[:-4000] + bytes(4000))
+        with pytest.raises(UsageError, match="holds answers of other settings: `target` was .*'fingerprint'"):
+            run(rows, *flags(server))
+    finally:
+        weights.write_bytes(before)
+    run(rows, *flags(server))
 
 
 @pytest.mark.parametrize(

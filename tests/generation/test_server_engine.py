@@ -1,9 +1,13 @@
 """Answers of a server over real HTTP, with what goes wrong between two machines."""
 
+import html
+import http.client
 import json
 import time
+import traceback
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
+from urllib.parse import quote
 
 import pytest
 from datasets import load_dataset
@@ -86,8 +90,35 @@ def test_the_server_says_how_long_all_wait(run, server):
     assert server[1].times[1] - server[1].times[0] >= 1
 
 
+def test_the_server_may_not_let_all_wait_for_a_day(run, server, monkeypatch, caplog):
+    monkeypatch.setattr("draftsmith.generation.server.LONGEST_HOLD", 1.2)
+    server[1].faults = {"0": [(429, {"Retry-After": "86400"})]}
+    run([{"prompt": "0"}], *flags(server))
+    assert server[1].times[1] - server[1].times[0] >= 1.2
+    assert "The server asks for 86400 seconds without requests: waiting for 1." in caplog.text
+
+
+@pytest.mark.parametrize("usage", [None, {"prompt_tokens": None}, {"completion_tokens": "5"}, [], "7"])
+def test_usage_is_only_counted(usage, run, server, tmp_path):
+    server[1].faults = {"a": [{"usage": usage}]}
+    run([{"prompt": "a"}], *flags(server))
+    assert len(server[1].requests) == 1
+    assert json.loads((tmp_path / "out" / "provenance.json").read_text())["tokens"] == {"prompt": 0, "new": 0}
+
+
+@pytest.mark.parametrize("nonsense", ["<html>Log in</html>", '{"choices": [{"mess', "[" * 9999, {"choices": []}])
+def test_what_is_no_answer_is_not_asked_for_forever(nonsense, run, server):
+    server[1].faults = {"a": [nonsense] * 99}
+    with pytest.raises(UsageError, match=r"after 3 attempts: .* answered without `choices\.0\.message`: .*no proxy"):
+        run([{"prompt": "a"}], *flags(server, "--max_retries", "8"))
+    assert len(server[1].requests) == 3
+    server[1].faults = {"a": [nonsense]}
+    run([{"prompt": "a"}], *flags(server))
+
+
 @pytest.mark.parametrize(
-    ("header", "seconds"), [(None, None), ("7", 7), ("soon", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0)]
+    ("header", "seconds"),
+    [(None, None), ("7", 7), ("soon", None), ("Thu, 01 Jan 1970 00:00:00 GMT", 0), ("²", None), ("-1", None)],
 )
 def test_retry_after(header, seconds):
     assert seconds_of(header) == seconds
@@ -177,15 +208,44 @@ def test_the_key_is_read_from_the_environment_and_kept_nowhere(run, server, tmp_
     assert "sk-secret" not in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["sk-secret-1234", "sk-\"secret'/<1234>&", "sk-secret%+="])
+@pytest.mark.parametrize("padding", [0, 290])
+@pytest.mark.parametrize("form", ["raw", "json", "url", "html", "success", "no http"])
+def test_a_key_that_the_server_sends_back_is_not_shown(key, padding, form, run, server, monkeypatch, capfd):
+    monkeypatch.setenv("MY_KEY", key)
+    said = {
+        "raw": key, "json": json.dumps(key), "url": quote(key, safe=""), "html": html.escape(key), "success": key,
+        "no http": key,
+    }[form]  # fmt: skip
+    server[1].refusal = "x" * padding + "Bearer " + said.replace("{", "{{")
+    server[1].faults = {"a": [401]}
+    if form == "success":
+        server[1].faults = {"a": [json.dumps({"error": server[1].refusal})] * 9}
+    if form == "no http":
+        monkeypatch.setattr("http.client.HTTPResponse._read_status", broken_by(key))
+    with pytest.raises(UsageError) as error:
+        run([{"prompt": "a"}], *flags(server, "--api_key_env", "MY_KEY", "--served_model", "m"))
+    shown = "".join([*traceback.format_exception(error.value), *capfd.readouterr()])
+    assert "secret" not in shown and "1234" not in str(error.value)
+
+
+def broken_by(key):
+    def read(self):
+        raise http.client.BadStatusLine(f"Bearer {key}")
+
+    return read
+
+
+def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(run, server, monkeypatch):
+    monkeypatch.setenv("MY_KEY", "sk-secret\n1")
+    with pytest.raises(UsageError, match="`api_key` holds a line break") as error:
+        run([{"prompt": "a"}], *flags(server, "--api_key_env", "MY_KEY"))
+    assert "secret" not in str(error.value)
+
+
 def test_a_server_that_is_not_there(run):
     with pytest.raises(UsageError, match="cannot be reached"):
         run([{"prompt": "a"}], "--engine", "openai", "--base_url", "http://127.0.0.1:9")
-
-
-def test_halves_of_characters_do_not_reach_the_file(run, server, tmp_path):
-    server[1].message = {"content": "half \ud83d"}
-    run([{"prompt": "a"}], *flags(server))
-    assert messages_of(tmp_path)[0][1]["content"] == "half ?"
 
 
 def test_pace_without_a_limit_never_waits():

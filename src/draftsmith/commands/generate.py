@@ -9,6 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,7 @@ from ..generation import (
     DATA_FILE,
     JOURNAL_FILE,
     PROVENANCE_FILE,
+    AnswerReader,
     Counts,
     Engine,
     Journal,
@@ -29,7 +32,6 @@ from ..generation import (
     ServerEngine,
     answer_all,
     local_engine,
-    reasoning_key,
     refuse_other_settings,
     write_dataset,
 )
@@ -39,6 +41,7 @@ from ..revisions import commit_of
 from ..serving.launching import sigterm_raises
 from ..serving.servers import Server, ServerError
 from .arguments import TargetArguments
+from .cached_sources import target_identity
 from .generate_arguments import GenerateArguments
 from .parsing import UsageError, parse, usage_errors
 
@@ -57,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> Counts | None:
             tokenizer = target_args.load_tokenizer()
             if tokenizer.chat_template is None:
                 raise ValueError(f"`target`: {target_args.target} has no chat template to render prompts with.")
+            reader = AnswerReader(tokenizer, args.chat_template_kwargs)
             server = args.server() if args.engine == "openai" else None
             sampling = args.sampling(target_args.generation_config())
             settings = _settings(target_args, args, tokenizer, sampling, server)
@@ -69,9 +73,11 @@ def main(argv: Sequence[str] | None = None) -> Counts | None:
             _refuse_strangers(journal, questions)
         if len(journal.places) < len(questions):
             stack.enter_context(sigterm_raises())
-            engine = stack.enter_context(closing(_engine(target_args, args, tokenizer, sampling, server)))
+            engine = stack.enter_context(closing(_engine(target_args, args, reader, sampling, server)))
             _answer(questions, journal, engine, skip_failures=args.on_bad_row == "skip")
-        counts = write_dataset(directory, questions, journal, keep_cut=args.cut_answers == "keep")
+        with usage_errors():
+            keep_cut, template_kwargs = args.cut_answers == "keep", args.chat_template_kwargs
+            counts = write_dataset(directory, questions, journal, keep_cut=keep_cut, template_kwargs=template_kwargs)
         _write_provenance(directory, settings, questions, journal, counts)
         journal.path.unlink()
     _print_summary(directory, counts)
@@ -110,7 +116,7 @@ def _answer(questions: QuestionSet, journal: Journal, engine: Engine, *, skip_fa
 def _engine(
     target_args: TargetArguments,
     args: GenerateArguments,
-    tokenizer: PreTrainedTokenizerBase,
+    reader: AnswerReader,
     sampling: Sampling,
     server: Server | None,
 ) -> Engine:
@@ -118,8 +124,7 @@ def _engine(
         return ServerEngine(
             server,
             sampling,
-            template_kwargs=args.chat_template_kwargs,
-            reasoning_key=reasoning_key(tokenizer.get_chat_template()),
+            reader=reader,
             concurrency=args.concurrency,
             timeout=args.request_timeout,
             max_retries=args.max_retries,
@@ -131,7 +136,7 @@ def _engine(
     continuous = args.continuous_batching
     return local_engine(
         model,
-        tokenizer,
+        reader.tokenizer,
         sampling,
         args.chat_template_kwargs,
         batch_size=args.batch_size,
@@ -162,12 +167,10 @@ def _settings(
     """What decides the answers and what is kept of them; no path, no address, no key."""
     config = target_args.config()
     revision = commit_of(config) or target_args.target_revision
-    adapter = target_args.target_adapter
     fields = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
     contents = json.dumps([fields, tokenizer.get_chat_template()], sort_keys=True, default=str).encode()
     return {
-        "target": asdict(Source.of(target_args.target, revision=revision)),
-        "target_adapter": None if adapter is None else asdict(Source.of(adapter)),
+        "target": target_identity(target_args, revision),
         "target_config_and_template": hashlib.blake2b(contents, digest_size=8).hexdigest(),
         "target_dtype": target_args.target_dtype if server is None else None,
         "engine": args.engine,
@@ -188,11 +191,25 @@ def _is_finished(directory: Path, settings: dict[str, Any], questions: QuestionS
     try:
         provenance = json.loads(path.read_text(encoding="utf-8"))
         before = provenance["settings"] | {"dataset": provenance["prompts"]["digest"]}
+        written = provenance["counts"]["written"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"`output_dir`: {path} can't be read ({error!r}): remove it, or name another.") from error
     refuse_other_settings(before, settings | {"dataset": _digest(questions)}, directory)
+    if (held := _rows_of(data)) != written:
+        raise ValueError(
+            f"`output_dir`: {data} {'is unreadable' if held is None else f'holds {held} rows'}, but {path.name} tells "
+            f"of {written}: remove both to answer anew, or name another."
+        )
     (directory / JOURNAL_FILE).unlink(missing_ok=True)  # of a run that was killed after its last file
     return True
+
+
+def _rows_of(data: Path) -> int | None:
+    """None for a file that is no Parquet (any more)."""
+    try:
+        return pq.read_metadata(data).num_rows
+    except pa.ArrowInvalid:
+        return None
 
 
 def _refuse_strangers(journal: Journal, questions: QuestionSet) -> None:
@@ -227,6 +244,8 @@ def _print_summary(directory: Path, counts: Counts) -> None:
     print(f"{directory / DATA_FILE}: {counts.written:,} of {counts.rows:,} conversations, {counts.answers:,} answers")
     if counts.cut:
         print(f"{counts.cut:,} conversations had an answer cut at `max_new_tokens`: `cut_answers` drops or keeps it")
+    if counts.unanswered:
+        print(f"{counts.unanswered:,} conversations are left out, without an answer to train on: see above")
     if counts.shortened:
         print(f"{counts.shortened:,} conversations end early: after a cut, or before results of tool calls not made")
     print(f"Train on it with `draftsmith train --dataset {directory}`.")

@@ -134,8 +134,13 @@ def read_questions(row: Mapping[str, Any], column: str | None = None) -> Questio
             messages += read_messages(row["completion"], "completion")
         turns = _without_answers(messages, column)
     questions = Questions(turns, read_tools(row), read_template_kwargs(row))
-    for turn in turns:
-        check_text(json.dumps(turn.said, ensure_ascii=False), column)
+    said = [[turn.said, turn.recorded] for turn in turns]
+    for name, value in (
+        (column, said),
+        ("tools", questions.tools),
+        ("chat_template_kwargs", questions.template_kwargs),
+    ):
+        check_text(json.dumps(value, ensure_ascii=False), name)
     return questions
 
 

@@ -4,7 +4,7 @@ from .conversations import Answered, answer_all
 from .journal import Journal, refuse_other_settings
 from .local import local_engine
 from .output import DATA_FILE, JOURNAL_FILE, PROVENANCE_FILE, Counts, write_dataset
-from .reasoning import reasoning_key
+from .reasoning import AnswerReader
 from .requests import Engine, Sampling
 from .server import ServerEngine
 
@@ -13,6 +13,7 @@ __all__ = [
     "DATA_FILE",
     "JOURNAL_FILE",
     "PROVENANCE_FILE",
+    "AnswerReader",
     "Answered",
     "Counts",
     "Engine",
@@ -21,7 +22,6 @@ __all__ = [
     "ServerEngine",
     "answer_all",
     "local_engine",
-    "reasoning_key",
     "refuse_other_settings",
     "write_dataset",
 ]

@@ -1,7 +1,9 @@
 """What was answered so far, one line per conversation, so that a run can be killed at any moment and go on."""
 
 import fcntl
+import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -10,10 +12,14 @@ from typing import IO, Any
 from .conversations import Answered
 
 
+logger = logging.getLogger(__name__)
+
+
 class Journal:
     """An append-only file of JSON lines: the run's settings, then each `Answered`.
 
     A line counts once its line break is written: what follows the last one is of a run that was killed, and dropped.
+    Each has a checksum: one that was damaged since costs its own conversation, which is asked again.
 
     Args:
         path: the file, which is made if it is missing.
@@ -24,7 +30,7 @@ class Journal:
         new_tokens, prompt_tokens, seconds: summed over the lines.
 
     Raises:
-        ValueError: the file is of other settings, of another run that still goes on, or is none of ours.
+        ValueError: the file is of other settings, which may be damaged, or of another run that still goes on.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any]):
@@ -53,7 +59,9 @@ class Journal:
 
     def read(self, key: str) -> Answered:
         self._file.seek(self.places[key])
-        return Answered(**json.loads(self._file.readline()))
+        answered = _value(self._file.readline())
+        assert answered is not None  # it was read before
+        return Answered(**answered)
 
     def _lock(self) -> None:
         try:
@@ -65,24 +73,27 @@ class Journal:
 
     def _append(self, value: dict[str, Any]) -> int:
         place = self._file.seek(0, 2)
-        self._file.write(json.dumps(value).encode() + b"\n")
+        self._file.write(_line(value))
         self._file.flush()
         return place
 
     def _read(self, settings: dict[str, Any]) -> bool:
         """Whether there is anything to go on from."""
-        whole = 0
+        whole, damaged = 0, []
         for place, line in self._lines():
-            try:
-                value = json.loads(line)
-                if place == 0:
-                    refuse_other_settings(value["settings"], settings, self.path.parent)
-                else:
-                    self._count(Answered(**value), place)
-            except (LookupError, TypeError, json.JSONDecodeError) as error:
-                reason = f"{self.path} is damaged at byte {place} ({error!r}): remove it to begin anew."
-                raise ValueError(reason) from error
+            value = _value(line)
+            if value is None and place == 0:
+                raise ValueError(f"`output_dir`: the first line of {self.path} is damaged: remove it to begin anew.")
+            if value is None:
+                damaged.append(place)
+            elif place == 0:
+                refuse_other_settings(value["settings"], settings, self.path.parent)
+            else:
+                self._count(Answered(**value), place)
             whole = place + len(line)
+        if damaged:
+            reason = "%d lines of %s are damaged (the first at byte %d): their conversations are asked again."
+            logger.warning(reason, len(damaged), self.path, damaged[0])
         self._file.truncate(whole)
         return whole > 0
 
@@ -100,6 +111,21 @@ class Journal:
         self.new_tokens += answered.new_tokens
         self.prompt_tokens += answered.prompt_tokens
         self.seconds += answered.seconds
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    digest = hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+    return json.dumps({**value, "checksum": digest}).encode() + b"\n"
+
+
+def _value(line: bytes) -> dict[str, Any] | None:
+    """What `_line` wrote; None if it is something else by now."""
+    try:
+        value = json.loads(line)
+        del value["checksum"]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return value if _line(value) == line else None
 
 
 def refuse_other_settings(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..data.chat import attempt
 from ..data.formats import RowError
 from ..data.prompts import pad_prompts
 from .reasoning import AnswerReader
@@ -34,7 +36,6 @@ class Row:
     """A request as token ids, and what was written so far."""
 
     request: Request
-    prompt: str
     ids: list[int]
     room: int  # tokens that may still be written
     written: list[int] = field(default_factory=list)
@@ -91,28 +92,21 @@ class LocalEngine:
         raise NotImplementedError
 
     def _row(self, request: Request) -> Row:
-        prompt = self.reader.prompt(request)
-        ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        ids = self.tokenizer(self.reader.prompt(request), add_special_tokens=False)["input_ids"]
         room = self.sampling.max_new_tokens
         if self.positions is not None:
             room = min(room, self.positions - len(ids))
         if room < 1:
             raise RowError("messages", f"fill {len(ids)} tokens, but the target has {self.positions} positions")
-        return Row(request, prompt, ids, room)
+        return Row(request, ids, room)
 
     def _finish(self, row: Row, written: list[int]) -> None:
         end = next((at for at, token in enumerate(written) if token in self.stop_ids), None)
         options: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         text: Any = self.tokenizer.decode(written[:end], **options)
-        message: dict[str, Any] | None
-        try:
-            message = self.reader.message(row.request, row.prompt, self._whole_characters(text, end is not None))
-        except RowError as error:
-            if end is not None:
-                self._done.append((row.request.key, error))
-                return
-            message = None  # cut inside its reasoning
-        answer = Answer(message, end is not None, len(row.ids), len(written))
+        tokens = {"prompt_tokens": len(row.ids), "new_tokens": len(written)}
+        said = self._whole_characters(text, end is not None)
+        answer = attempt(partial(self.reader.answer, row.request, said, finished=end is not None, **tokens))
         self._done.append((row.request.key, answer))
 
     @staticmethod

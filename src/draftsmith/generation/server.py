@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import logging
+import math
 import random
+import re
 import time
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -10,16 +13,24 @@ from queue import SimpleQueue
 from threading import Event, Lock, Thread
 from typing import Any
 
-from ..data.formats import RowError
-from ..serving.servers import Server, ServerError
-from .reasoning import template_arguments
+from ..data.chat import attempt
+from ..data.formats import RowError, read_messages
+from ..serving.servers import NonsenseError, Server, ServerError
+from .reasoning import CLOSE, OPEN, AnswerReader, reasoning_key, template_arguments
 from .requests import Answer, Request, Sampling
 
 
 BUSY = {408, 409, 425, 429, 500, 502, 503, 504}  # asked again, as is a server that cannot be reached
 REFUSED = {400, 413, 422}  # of this request alone, which is too long for one
 ENDED = {"stop", "tool_calls", "function_call"}  # by the target: not by a limit, a filter, or the server's own end
+FILTERED = "content_filter"
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds
+LONGEST_HOLD = 600.0  # seconds that a server may ask for
+NONSENSE_RETRIES = 2  # of an answer that is none: a proxy says the same again
+
+
+logger = logging.getLogger(__name__)
+Reply = tuple[dict[str, Any], Any]  # the first choice, whose message is an object, and what is said of tokens
 
 
 class Pace:
@@ -38,10 +49,12 @@ class Pace:
             self._free_at = turn + self._interval
             return turn - now
 
-    def hold(self, seconds: float) -> None:
-        """No request within the next `seconds`."""
+    def hold(self, seconds: float) -> bool:
+        """No request within the next `seconds`; whether that is longer than others have asked for, by a second."""
         with self._lock:
-            self._free_at = max(self._free_at, time.monotonic() + seconds)
+            before, until = self._free_at, time.monotonic() + seconds
+            self._free_at = max(before, until)
+            return until > before + 1
 
 
 class ServerEngine:
@@ -50,8 +63,7 @@ class ServerEngine:
     Args:
         server: its address.
         sampling: how tokens are chosen. Each answer has a seed of its own, made of `sampling.seed` and its place.
-        template_kwargs: arguments of the chat template; those of a row win.
-        reasoning_key: where the target's chat template reads reasoning from; None = nowhere.
+        reader: of the target's answers.
         concurrency: how many requests at once.
         timeout: seconds without a byte from the server.
         max_retries: how often one request is sent again, after growing delays.
@@ -63,20 +75,19 @@ class ServerEngine:
         server: Server,
         sampling: Sampling,
         *,
-        template_kwargs: dict[str, Any],
-        reasoning_key: str | None,
+        reader: AnswerReader,
         concurrency: int,
         timeout: float,
         max_retries: int,
         requests_per_minute: float | None,
     ):
-        self.server, self.sampling, self.template_kwargs = server, sampling, template_kwargs
-        self.reasoning_key, self.capacity = reasoning_key, concurrency
+        self.server, self.sampling, self.reader, self.capacity = server, sampling, reader, concurrency
+        self.reasoning_key = reasoning_key(reader.tokenizer.get_chat_template())  # type: ignore[arg-type]
         self.timeout, self.max_retries, self.pace = timeout, max_retries, Pace(requests_per_minute)
         self._answered = 0
         self._closed = Event()
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
-        self._results: SimpleQueue[tuple[str, Answer | BaseException]] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Request, Reply | BaseException]] = SimpleQueue()
         for _ in range(concurrency):  # daemons: an end of the program does not wait for a server
             Thread(target=self._work, daemon=True).start()
 
@@ -84,10 +95,12 @@ class ServerEngine:
         self._requests.put(request)
 
     def next(self) -> tuple[str, Answer | RowError]:
-        key, result = self._results.get()
-        if isinstance(result, Answer | RowError):
-            return key, result
-        raise result
+        request, result = self._results.get()
+        if isinstance(result, RowError):
+            return request.key, result
+        if isinstance(result, BaseException):
+            raise result
+        return request.key, attempt(self._answer, request, *result)  # here, since tokenizers are of one thread
 
     def close(self) -> None:
         self._closed.set()
@@ -97,72 +110,90 @@ class ServerEngine:
     def _work(self) -> None:
         while (request := self._requests.get()) is not None and not self._closed.is_set():
             try:
-                self._results.put((request.key, self._ask(request)))
+                self._results.put((request, self._ask(request)))
             except BaseException as error:  # raised in the caller's thread
-                self._results.put((request.key, error))
+                self._results.put((request, error))
 
-    def _ask(self, request: Request) -> Answer:
-        body, answered_before = self._body(request), 0
-        for attempt in range(self.max_retries + 1):
+    def _ask(self, request: Request) -> Reply:
+        body, failures, answered_before = self._body(request), 0, 0
+        while True:
             self._closed.wait(self.pace.seconds_to_wait())
             if self._closed.is_set():
-                break
+                raise ServerError("The engine is closed.")
             try:
-                choice, usage = self._send(body)
+                reply = self._send(body)
             except ServerError as error:
                 if error.status in REFUSED:
                     raise RowError("messages", f"is refused by the server: {error}") from error
                 if error.status is not None and error.status not in BUSY:
                     raise
-                last_error = error
-                if attempt == 0:
+                if not failures:
                     answered_before = self._answered
-                self._wait_after(error, attempt)
+                failures += 1
+                self._wait_after(error, failures)
+                retries = min(self.max_retries, NONSENSE_RETRIES if isinstance(error, NonsenseError) else math.inf)
+                if failures > retries:
+                    raise self._no_answer(error, failures, self._answered > answered_before) from error
             else:
                 self._answered += 1
-                return self._answer(request, choice, usage)
-        else:
-            if self._answered > answered_before:  # since it failed first, others were answered
-                raise RowError("messages", f"got no answer in {attempt + 1} attempts: {last_error}") from last_error
-            raise ServerError(
-                f"Given up after {attempt + 1} attempts: {last_error} What was answered is kept: run the same command "
-                "again to go on."
-            ) from last_error
-        raise ServerError("The engine is closed.")
+                return reply
 
-    def _wait_after(self, error: ServerError, attempt: int) -> None:
-        """Longer after each attempt, by chance up to twice, so that many do not come back at once."""
-        delay = min(FIRST_DELAY * 2**attempt, LONGEST_DELAY) * random.uniform(1, 2)
+    @staticmethod
+    def _no_answer(error: ServerError, attempts: int, others_were_answered: bool) -> RowError | ServerError:
+        if others_were_answered:  # since it failed first
+            return RowError("messages", f"got no answer in {attempts} attempts: {error}")
+        return ServerError(
+            f"Given up after {attempts} attempts: {error} What was answered is kept: run the same command again to "
+            "go on."
+        )
+
+    def _wait_after(self, error: ServerError, failures: int) -> None:
+        """Longer after each failure, by chance up to twice, so that many do not come back at once."""
+        delay = min(FIRST_DELAY * 2 ** min(failures - 1, 20), LONGEST_DELAY) * random.uniform(1, 2)
         if (asked := seconds_of(error.retry_after)) is not None:
-            self.pace.hold(asked)
-            delay = max(delay, asked)
+            held = min(asked, LONGEST_HOLD)
+            if self.pace.hold(held) and asked > LONGEST_DELAY:
+                logger.warning("The server asks for %.0f seconds without requests: waiting for %.0f.", asked, held)
+            delay = max(delay, held)
         self._closed.wait(delay)
 
-    def _send(self, body: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _send(self, body: dict[str, Any]) -> Reply:
         answer = self.server.chat(body, timeout=self.timeout)
         answer("choices", 0, "message", kind=dict)
-        return answer("choices", 0, kind=dict), answer("usage", kind=dict)
+        return answer("choices", 0, kind=dict), answer("usage", kind=object)
 
-    def _answer(self, request: Request, choice: dict[str, Any], usage: dict[str, Any]) -> Answer:
-        finished = choice.get("finish_reason") in ENDED
+    def _answer(self, request: Request, choice: dict[str, Any], usage: Any) -> Answer:
+        """What the choice says; raises `RowError` if it is no answer, or none of the target's."""
+        name = f"messages[{len(request.messages)}]"
+        reason = choice.get("finish_reason")
+        if not isinstance(reason, str | None):
+            raise RowError(name, f"was answered with a `finish_reason` that is a {type(reason).__name__}")
+        if reason == FILTERED or choice["message"].get("refusal"):
+            raise RowError(name, f"was refused by {'a filter of the server' if reason == FILTERED else 'the server'}")
         message = self._message(request, choice["message"])
-        was_cut_in_reasoning = not finished and not message["content"]
-        tokens = usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0)
-        return Answer(None if was_cut_in_reasoning else message, finished, *tokens)
+        said: str | dict[str, Any] = message
+        if message.keys() == {"role", "content"} and any(tag in message["content"] for tag in (OPEN, CLOSE)):
+            said = message["content"]  # of a server that does not split reasoning off
+        prompt_tokens, new_tokens = (_count(usage, key) for key in ("prompt_tokens", "completion_tokens"))
+        return self.reader.answer(
+            request, said, finished=reason in ENDED, prompt_tokens=prompt_tokens, new_tokens=new_tokens
+        )
 
     def _message(self, request: Request, said: dict[str, Any]) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": _whole_characters(said.get("content") or "")}
+        message: dict[str, Any] = {"role": "assistant", "content": said.get("content") or ""}
         if thought := said.get("reasoning") or said.get("reasoning_content"):
             if self.reasoning_key is None:
                 raise ServerError(
                     "The server splits reasoning off the answers, but the chat template of `target` reads it from no "
                     "key of a message: start the server without `--reasoning-parser`, so that it stays in the answers."
                 )
-            message[self.reasoning_key] = _whole_characters(thought)
+            message[self.reasoning_key] = thought
         if calls := said.get("tool_calls"):
-            if request.recorded is not None and _calls(calls) == _calls(request.recorded["tool_calls"]):
-                calls = request.recorded["tool_calls"]  # with the ids that the recorded results name
-            message["tool_calls"] = [_with_arguments(call, _parsed) for call in calls]
+            message["tool_calls"] = calls
+        message = read_messages([*request.messages, message], "messages")[-1]
+        if (calls := message.get("tool_calls")) and request.recorded is not None:
+            if _calls(calls) == _calls(request.recorded["tool_calls"]):
+                message["tool_calls"] = request.recorded["tool_calls"]  # with the ids that the recorded results name
         return message
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -178,7 +209,7 @@ class ServerEngine:
             body["top_p"] = sampling.top_p
             if sampling.top_k is not None:  # no field of OpenAI's
                 body["top_k"] = sampling.top_k or -1
-        kwargs = template_arguments(request, self.template_kwargs)
+        kwargs = template_arguments(request, self.reader.template_kwargs)
         if tools := kwargs.pop("tools"):
             body["tools"] = tools
         return body | ({"chat_template_kwargs": kwargs} if kwargs else {})
@@ -189,7 +220,7 @@ class ServerEngine:
         if self.reasoning_key in sent:
             sent["reasoning_content"] = sent.pop(self.reasoning_key)
         if "tool_calls" in sent:
-            sent["tool_calls"] = [_with_arguments(call, _as_text) for call in sent["tool_calls"]]
+            sent["tool_calls"] = [_with_arguments_as_text(call) for call in sent["tool_calls"]]
         return sent
 
 
@@ -197,40 +228,28 @@ def seconds_of(retry_after: str | None) -> float | None:
     """The header's seconds from now, which it names as a number or as a date; None if it says neither."""
     if retry_after is None:
         return None
-    if retry_after.strip().isdigit():
+    if re.fullmatch(r"\s*[0-9]+\s*", retry_after):
         return float(retry_after)
     try:
         date = parsedate_to_datetime(retry_after)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max((date - datetime.now(timezone.utc)).total_seconds(), 0.0) if date.tzinfo else None
 
 
-def _whole_characters(text: str) -> str:
-    """JSON can write half a character, which no file of text can hold."""
-    return text.encode(errors="replace").decode()
+def _count(usage: Any, key: str) -> int:
+    """How many tokens a server counted; 0 if it does not say."""
+    count = usage.get(key) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count > 0 else 0
 
 
 def _calls(calls: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
     functions = [call.get("function", call) for call in calls]
-    return [(function.get("name"), _parsed(function.get("arguments"))) for function in functions]
+    return [(function["name"], function.get("arguments") or {}) for function in functions]
 
 
-def _with_arguments(call: dict[str, Any], change: Any) -> dict[str, Any]:
+def _with_arguments_as_text(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function")
-    if not isinstance(function, dict) or "arguments" not in function:
+    if not isinstance(function, dict) or isinstance(function.get("arguments", ""), str):
         return call
-    return call | {"function": function | {"arguments": change(function["arguments"])}}
-
-
-def _parsed(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
-def _as_text(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"])}}

@@ -1,6 +1,7 @@
 """Running vLLM and SGLang servers: how they are started with a head, asked for text, and what they counted."""
 
 import functools
+import html
 import http.client
 import json
 import re
@@ -37,6 +38,10 @@ class ServerError(RuntimeError):
 
 class ConnectionFailedError(ServerError):
     """A server that cannot be reached, or broke its answer off: the same request may succeed later."""
+
+
+class NonsenseError(ServerError):
+    """An answer of success that is not what the protocol says, such as the page of a proxy."""
 
 
 def launch_command(
@@ -108,7 +113,10 @@ class Server:
         self.engine, self.base_url = engine, base_url.rstrip("/").removesuffix("/v1")
         if model is not None:
             self.model = model
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("`api_key` holds a line break, or a character that no header can carry: export it anew.")
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._key_forms = _forms(api_key) if api_key else []
 
     @classmethod
     def to_launch(cls, engine: str, base_url: str) -> "Server":
@@ -183,7 +191,7 @@ class Server:
         text = self._request(path, body, timeout)
         try:
             answer = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
 
         def field(*keys: str | int, kind: type) -> Any:
@@ -192,8 +200,8 @@ class Server:
             except (LookupError, TypeError):
                 value = None
             if not isinstance(value, kind):
-                raise ServerError(
-                    f"{self.base_url}{path} answered without `{'.'.join(map(str, keys))}`: {text[:300]!r}. Is "
+                raise NonsenseError(
+                    f"{self.base_url}{path} answered without `{'.'.join(map(str, keys))}`: {self._quoted(text)!r}. Is "
                     f"`base_url` the address of a server of the engine {self.engine}, and of no proxy?"
                 )
             return value
@@ -211,18 +219,32 @@ class Server:
         except urllib.error.HTTPError as error:
             reason = error.reason
             with suppress(OSError, http.client.HTTPException):  # it may break off here too
-                reason = error.read().decode(errors="replace")[:300]
-            raise ServerError(
-                f"{self.base_url}{path} answered {error.code}: {reason}", error.code, error.headers.get("Retry-After")
-            ) from error
+                reason = error.read().decode(errors="replace")
+            answered = f"{self.base_url}{path} answered {error.code}: {self._quoted(reason)}"
+            raise ServerError(answered, error.code, error.headers.get("Retry-After")) from None  # it may hold the key
         except http.client.HTTPException as error:
             raise ConnectionFailedError(
-                f"{self.base_url}{path} broke its answer off, or answered no HTTP ({error!r}): look into its log."
-            ) from error
+                f"{self.base_url}{path} broke its answer off, or answered no HTTP ({self._quoted(repr(error))}): look "
+                "into its log."
+            ) from None
         except OSError as error:
             raise ConnectionFailedError(
                 f"`base_url` {self.base_url} cannot be reached ({error}): is the server up?"
             ) from error
+
+    def _quoted(self, text: str) -> str:
+        """The beginning of what the server said, without the key, which some send back."""
+        for key in self._key_forms:
+            text = text.replace(key, "<api key>")
+        return text[:300]
+
+
+def _forms(key: str) -> list[str]:
+    """The key as it is, and as JSON, Python, addresses and HTML write it; the longest first, which hold others."""
+    as_json = json.dumps(key)[1:-1]
+    forms = {key, as_json, as_json.replace("/", "\\/"), repr(key)[1:-1], html.escape(key)}
+    forms |= {urllib.parse.quote(key), urllib.parse.quote_plus(key, safe="")}
+    return sorted(forms, key=len, reverse=True)
 
 
 _ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?", re.IGNORECASE)
