@@ -222,6 +222,7 @@ def test_a_servers_text_is_kept_only_as_the_template_renders_it(
         ({"content": ["It", "is"]}, "stop", r"content\[0\]` is str, but only text"),
         ({"content": 7}, "stop", "content` is int"),
         ({"content": "a\ud800b"}, "stop", "half a character"),
+        ({"content": "It", "reasoning": {"a": 1}}, "stop", "reasoning` is dict, not a string"),
         ({"content": "It"}, ["stop"], "`finish_reason` that is a list"),
         ({"content": "It", "tool_calls": "x"}, "tool_calls", "tool_calls` is not JSON"),
         ({"content": "It", "tool_calls": {"a": 1}}, "tool_calls", "tool_calls` is not a list"),

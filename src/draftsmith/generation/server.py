@@ -182,12 +182,12 @@ class ServerEngine:
     def _message(self, request: Request, said: dict[str, Any]) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": said.get("content") or ""}
         if thought := said.get("reasoning") or said.get("reasoning_content"):
-            if self.reasoning_key is None:
+            if self.reasoning_key is None and isinstance(thought, str):
                 raise ServerError(
                     "The server splits reasoning off the answers, but the chat template of `target` reads it from no "
                     "key of a message: start the server without `--reasoning-parser`, so that it stays in the answers."
                 )
-            message[self.reasoning_key] = thought
+            message[self.reasoning_key or "reasoning"] = thought
         if calls := said.get("tool_calls"):
             message["tool_calls"] = calls
         message = read_messages([*request.messages, message], "messages")[-1]
