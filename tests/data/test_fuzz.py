@@ -169,7 +169,7 @@ def test_parquet(seed, prepare, tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 1000)[:60]),
+        ("cut.jsonl.gz", gzip.compress(b'{"messages": []}\n' * 1000, mtime=0)[:60]),
         ("none.jsonl.gz", b"no gzip at all"),
         ("none.json.gz", b"no gzip at all"),
         ("none.parquet", b"PAR1 but nothing else PAR1"),
