@@ -101,13 +101,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
     with usage_errors():
         text, license = card_text(args)
         check_card(text)
-        try:
-            write_card(args, text)
-        except OSError as error:
-            raise OSError(
-                f"`output`: {args.card} could not be written: {error}. Make room, or name another file; what was "
-                "there is as it was."
-            ) from error
+        write_card(args, text)
     print(f"{args.card} describes {args.draft} and keeps the Hub's rules.")
     if license is None:
         print("It names no license, so others can't know how they may use the head: add --license <identifier>.")
