@@ -114,9 +114,7 @@ class ServedTarget:
 
     @torch.no_grad()
     def _verify_next_token(self, residual: torch.Tensor, likeliest: dict[int, float]) -> None:
-        logits = nn.functional.linear(self._normed(residual), self.head_weight, self.head_bias).float()[0]
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = family.head_logits(self._normed(residual), self.head_weight, self.head_bias, self.softcap)[0]
         theirs = torch.tensor([*likeliest.values()])
         ours = torch.log_softmax(logits, -1)[[*likeliest]]
         error = float((ours - theirs).norm() / theirs.norm().clamp_min(1))

@@ -246,9 +246,7 @@ class FrozenTarget:
         """Compare `last_hidden_state @ head_weight.T` with the target's own logits on `input_ids` [B, T]."""
         expected = self.model(input_ids=input_ids, use_cache=False).logits
         states = self._forward(input_ids, torch.zeros_like(input_ids)).last_hidden_state
-        logits = nn.functional.linear(states.to(self.head_weight), self.head_weight, self.head_bias).float()
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+        logits = family.head_logits(states, self.head_weight, self.head_bias, self.softcap)
         if logits.shape != expected.shape or _relative_error(logits, expected) > _tolerance(states.dtype):
             raise ValueError(
                 f"The output head of `{self.text_config.model_type}` is not `last_hidden_state @ head_weight.T`: the "

@@ -98,6 +98,14 @@ def softcap(config: PreTrainedConfig) -> float | None:
     return next((cap for field in _SOFTCAP_FIELDS if (cap := config_field(config, field))), None)
 
 
+def head_logits(
+    states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, softcap: float | None
+) -> torch.Tensor:
+    """[.., Ht] states as the head reads them -> [.., V] logits in fp32, multiplied in the weight's dtype."""
+    logits = nn.functional.linear(states.to(weight), weight, bias).float()
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def linear_head(model: PreTrainedModel) -> nn.Linear:
     """The output head as a plain linear module (of PEFT's `modules_to_save`, the trained copy), or `ValueError`."""
     head: Any = base_model(model).get_output_embeddings()

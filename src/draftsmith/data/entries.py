@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 from datasets import Dataset, load_from_disk
 
-from .files import naming_full_disks, write_json
+from .files import file_digest, naming_full_disks, write_json
 from .scratch import make_scratch
 
 
@@ -64,8 +64,4 @@ def is_whole(path: Path) -> bool:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+    return file_digest(path, xxhash.xxh3_128())

@@ -1,11 +1,13 @@
 """Files that appear once they are whole, or not at all."""
 
 import errno
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any
 
 
 PART = ".part-"  # what a name begins with while its file is written
@@ -38,6 +40,22 @@ def naming_full_disks(path: Path) -> Iterator[None]:
 def write_json(value: object, path: Path) -> None:
     with written_whole(path) as unfinished:
         unfinished.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def lock_for_one_run(file: IO[bytes], directory: Path) -> None:
+    """Hold `file` until it is closed; raise `ValueError` where the run of another process, into `directory`, does."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ValueError(f"`output_dir`: another run writes to {directory}: let it end, or name another.") from error
+
+
+def file_digest(path: Path, digest: Any) -> str:
+    """Hexadecimal digest of a file's content, by an object such as those of `hashlib`."""
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def synchronize(path: Path) -> None:

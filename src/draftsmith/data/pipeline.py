@@ -4,9 +4,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 from datasets import Dataset
@@ -19,6 +17,7 @@ from .loading import load_sources
 from .mixing import is_first, mix
 from .packing import pack_dataset
 from .prepare import CACHE_VERSION, Report, prepare_sources
+from .scratch import data_directory
 from .statistics import DatasetStatistics, dataset_statistics
 from .vocabulary import build_vocabulary_map, count_tokens, coverage, load_vocabulary_map
 
@@ -150,10 +149,6 @@ def draft_vocabulary_map(args: DataArguments, train: Dataset, target_vocab_size:
     return d2t
 
 
-def _cache_dir(args: DataArguments) -> Path:
-    return Path(args.cache_dir or datasets.config.HF_CACHE_HOME).expanduser() / "draftsmith"
-
-
 def _prepare(args: DataArguments, part: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, _Columns, Report]:
     is_train = part == "train"
     sources = load_sources(
@@ -166,7 +161,12 @@ def _prepare(args: DataArguments, part: str, tokenizer: PreTrainedTokenizerBase)
         max_rows=args.max_rows,
     )
     documents, report = prepare_sources(
-        sources, tokenizer, args, cache_dir=_cache_dir(args), num_proc=args.num_proc, on_bad_row=args.on_bad_row
+        sources,
+        tokenizer,
+        args,
+        cache_dir=data_directory(args.cache_dir),
+        num_proc=args.num_proc,
+        on_bad_row=args.on_bad_row,
     )
     numbers = documents.with_format("numpy")
     source = np.repeat(np.arange(len(sources)), report.documents)
@@ -216,6 +216,6 @@ def _finish(documents: Dataset, key: str, args: DataArguments) -> Dataset:
     assert args.row_length is not None
     row_length = args.row_length
     return cached_dataset(
-        _cache_dir(args) / f"packed-{key}-{row_length}",
+        data_directory(args.cache_dir) / f"packed-{key}-{row_length}",
         lambda scratch: pack_dataset(documents, row_length, cache_file_name=str(scratch / "map.arrow")),
     )

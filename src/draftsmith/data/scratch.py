@@ -9,9 +9,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import datasets
+
 
 UNFINISHED = ".unfinished-"  # what their names begin with
 ABANDONED = 24 * 3600  # seconds after which one that nobody holds is removed
+
+
+def data_directory(cache_dir: str | None) -> Path:
+    """Where prepared data and what is not prepared yet lies: in `cache_dir`, by default that of Hugging Face."""
+    return Path(cache_dir or datasets.config.HF_CACHE_HOME).expanduser() / "draftsmith"
 
 
 def make_scratch(parent: Path) -> tuple[Path, Callable[[], None]]:

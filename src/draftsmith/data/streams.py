@@ -4,16 +4,14 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import IO, Any
 
-import datasets
 import pyarrow as pa
 from datasets import Dataset
 from tqdm import tqdm
 
 from .files import naming_full_disks
-from .scratch import make_scratch
+from .scratch import data_directory, make_scratch
 
 
 CHUNK = 2**20  # characters
@@ -24,7 +22,7 @@ def rows_on_disk(tables: Iterable[pa.Table], cache_dir: str | None) -> Dataset:
 
     All tables get the columns and types of the first; without a table, a dataset without rows and columns.
     """
-    parent = Path(cache_dir or datasets.config.HF_CACHE_HOME).expanduser() / "draftsmith"
+    parent = data_directory(cache_dir)
     directory, discard = make_scratch(parent)
     try:
         with naming_full_disks(parent):

@@ -1,6 +1,5 @@
 """What was answered so far, one line per conversation, so that a run can be killed at any moment and go on."""
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -9,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from ..data.files import lock_for_one_run
 from .conversations import Answered
 
 
@@ -39,7 +39,7 @@ class Journal:
         self.new_tokens, self.prompt_tokens, self.seconds = 0, 0, 0.0
         self._file: IO[bytes] = open(path, "a+b")
         try:
-            self._lock()
+            lock_for_one_run(self._file, path.parent)
             if not self._read(settings):
                 self._append({"settings": settings})
         except BaseException:
@@ -62,14 +62,6 @@ class Journal:
         answered = _value(self._file.readline())
         assert answered is not None  # it was read before
         return Answered(**answered)
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(
-                f"`output_dir`: another run writes to {self.path.parent}: let it end, or name another."
-            ) from error
 
     def _append(self, value: dict[str, Any]) -> int:
         place = self._file.seek(0, 2)

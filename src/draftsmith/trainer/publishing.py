@@ -15,11 +15,12 @@ from huggingface_hub import CommitInfo
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from .. import hub
+from ..data.files import written_whole
 from ..model_card import RUN_FILE, License, RunRecord, check_card
 from ..model_card.run_record import HUB, MEMORY
 from .adapters import is_adapted
 from .arguments import Eagle3TrainingArguments, refuse_unpublishable, repository_of
-from .checkpoints import TrainingFault, files_moved_to
+from .checkpoints import TrainingFault
 from .faults import FaultTolerantTrainer
 from .records import finished_record
 from .uploads import BackgroundPush, set_aside
@@ -151,7 +152,8 @@ class PublishingTrainer(FaultTolerantTrainer):
             evaluations=evaluations,
         )
         check_card(text)
-        _write_card(directory, text)
+        with written_whole(directory / hub.CARD) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
 
     def push_to_hub(  # type: ignore[override]
         self,
@@ -277,8 +279,3 @@ class PublishingTrainer(FaultTolerantTrainer):
     def is_pushing(self) -> bool:
         """Whether a push is under way beside this."""
         return self._uploads.is_busy
-
-
-def _write_card(directory: Path, text: str) -> None:
-    with files_moved_to(directory) as unfinished:
-        (unfinished / hub.CARD).write_text(text, encoding="utf-8")

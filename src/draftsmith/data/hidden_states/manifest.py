@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..files import written_whole
+from ..files import file_digest, written_whole
 
 
 FORMAT = 2  # raised whenever caches are written that an earlier reader would misread
@@ -125,8 +125,4 @@ def _checksum(values: Mapping[str, Any]) -> str:
 
 def digest_of(path: Path) -> str:
     """BLAKE2b of a file's content, 32 hexadecimal digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while chunk := file.read(2**22):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return file_digest(path, hashlib.blake2b(digest_size=16))

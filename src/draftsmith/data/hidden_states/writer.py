@@ -1,6 +1,5 @@
 """Writing a cache: rows become arrays, arrays become shards, each whole or not there."""
 
-import fcntl
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ... import alignment
 from ..collator import DraftCollator
-from ..files import PART, synchronize, written_whole
+from ..files import PART, lock_for_one_run, synchronize, written_whole
 from .coding import Arrays, encode_bfloat16, encode_float8
 from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of
 
@@ -248,10 +247,10 @@ def _locked(directory: Path) -> IO[bytes]:
     """The directory is this process's until the file is closed."""
     file = open(directory / LOCK, "ab")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        lock_for_one_run(file, directory)
+    except ValueError:
         file.close()
-        raise ValueError(f"`output_dir`: another run writes to {directory}: let it end, or name another.") from error
+        raise
     return file
 
 
