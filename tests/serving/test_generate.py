@@ -47,7 +47,7 @@ def prompts(tmp_path):
 
 
 def command(target, dataset, output, *flags):
-    shared = ["--max_new_tokens", "24", "--cut_answers", "keep", "--target_dtype", "float32"]
+    shared = ["--max_new_tokens", "24", "--cut_answers", "keep", "--on_bad_row", "skip", "--target_dtype", "float32"]
     paths = ["--target", str(target), "--dataset", str(dataset), "--output_dir", str(output)]
     return [sys.executable, "-c", COMMAND, "generate", *paths, *shared, *flags]
 
@@ -84,10 +84,12 @@ def test_killed_five_times_it_ends_complete(target, prompts, tmp_path):
     print(f"conversations done at the kills: {done} of {CONVERSATIONS}")
 
     found, truth, ours = (list(load_dataset(str(path), split="train")) for path in (output, whole, local))
-    assert [row["messages"][0]["content"] for row in found] == [row.get("prompt") or row["turns"][0] for row in rows]
+    asked = iter(row.get("prompt") or row["turns"][0] for row in rows)
+    assert all(row["messages"][0]["content"] in asked for row in found)  # each in its order
     assert found == truth  # greedy: what a run that nobody killed writes
-    assert [without_unknown(row) for row in found] == [without_unknown(row) for row in ours]
-    assert 5 < sum(row["finished"] for row in found) < CONVERSATIONS - 5
+    assert [without_unknown(row) for row in found] == [said for row in ours if all((said := without_unknown(row))[1])]
+    assert 5 < sum(row["finished"] for row in found) < len(found) - 5
+    assert CONVERSATIONS - 10 < len(found) <= CONVERSATIONS  # a random target ends some answers before they begin
     assert 0 < done[0] and sorted(set(done)) == done and done[-1] < CONVERSATIONS
     assert [path.name for path in sorted(output.iterdir())] == ["provenance.json", "train.parquet"]
 
