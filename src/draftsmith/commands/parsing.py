@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from argparse import SUPPRESS, Action, ArgumentTypeError, Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from types import UnionType
@@ -56,6 +56,32 @@ def parse(dataclass_types: Sequence[type], argv: Sequence[str] | None = None) ->
         raise UsageError(str(error)) from error
 
 
+def read_mapping(path: str) -> dict[str, Any]:
+    """The YAML file's one mapping. Raises `UsageError` for any other file."""
+    try:
+        with open(path, "rb") as file:
+            values = read_yaml(file)
+    except OSError as error:
+        raise UsageError(f"cannot read `--config` {path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date out of range
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict | None):
+        raise UsageError(f"{path} must hold one mapping of `field: value` lines, not a {type(values).__name__}")
+    return values or {}
+
+
+def read_yaml(source: Any) -> Any:
+    """What a text or an open file holds, numbers like `1e-4` included. Raises `yaml.YAMLError`."""
+    return yaml.load(source, Loader=_StrictLoader)
+
+
+def check_values(dataclass_types: Sequence[type], values: Mapping[str, Any], place: str) -> None:
+    """Raise `UsageError` for names and types that a file of these fields must not have; `place` begins the message."""
+    parser = _Parser(dataclass_types)
+    for name, value in values.items():
+        parser.checked(place, name, value)
+
+
 class _Parser(HfArgumentParser):
     """`HfArgumentParser` plus files, strict types and one `--help` group per class that declares fields."""
 
@@ -87,25 +113,17 @@ class _Parser(HfArgumentParser):
         if not argument.startswith("--"):
             return f"unexpected `{argument}`: fields are given as --field value, files as --config file.yaml"
         flag = argument.split("=")[0]
-        nearest = _nearest(flag.removeprefix("--").replace("-", "_"), [*self.hints, "config"])
-        return f"unknown flag `{flag}`; did you mean `--{nearest}`?"
+        closest = nearest(flag.removeprefix("--").replace("-", "_"), [*self.hints, "config"])
+        return f"unknown flag `{flag}`; did you mean `--{closest}`?"
 
     def read_file(self, path: str) -> dict[str, Any]:
         """The fields that the YAML file sets, checked against their declared types."""
-        try:
-            with open(path, "rb") as file:
-                values = yaml.load(file, Loader=_StrictLoader)
-        except OSError as error:
-            raise UsageError(f"cannot read `--config` {path}: {error.strerror}") from error
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a date out of range
-            raise UsageError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(values, dict | None):
-            raise UsageError(f"{path} must hold one mapping of `field: value` lines, not a {type(values).__name__}")
-        return {name: self._checked(path, name, value) for name, value in (values or {}).items()}
+        values = read_mapping(path)
+        return {name: self.checked(path, name, value) for name, value in values.items()}
 
-    def _checked(self, path: str, name: Any, value: Any) -> Any:
+    def checked(self, path: str, name: Any, value: Any) -> Any:
         if name not in self.hints:
-            raise UsageError(f"{path}: unknown key `{name}`; did you mean `{_nearest(str(name), self.hints)}`?")
+            raise UsageError(f"{path}: unknown key `{name}`; did you mean `{nearest(str(name), self.hints)}`?")
         hint = self.hints[name]
         try:
             return _coerce(value, hint)
@@ -133,7 +151,7 @@ _StrictLoader.add_implicit_resolver(
 )
 
 
-def _nearest(name: str, candidates: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     return difflib.get_close_matches(name, candidates, n=1, cutoff=0)[0]
 
 

@@ -1,0 +1,146 @@
+"""From prompts to a measured head with its card: answers by the target, training, evaluation on sets held out.
+
+python scripts/recipe.py configs/recipe.yaml
+python scripts/recipe.py configs/recipe.yaml train.ttt_steps=3 head=head_k3             a second head, same answers
+python scripts/recipe.py configs/recipe.yaml target=/models/mine output_dir=runs/mine   another target
+python scripts/recipe.py configs/recipe.yaml generate.engine=openai generate.base_url=http://localhost:8000
+
+Steps that are done are not done again, and one that was interrupted goes on.
+"""
+
+import argparse
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from recipe_prompts import HELD_OUT, TRAINING, write_prompts
+
+from draftsmith import Eagle3TrainingArguments, commands
+from draftsmith.commands.arguments import (
+    AdapterArguments,
+    DraftArguments,
+    OptionalTargetArguments,
+    StateArguments,
+    TargetArguments,
+)
+from draftsmith.commands.card import CardArguments
+from draftsmith.commands.evaluate import EvaluateArguments
+from draftsmith.commands.generate_arguments import GenerateArguments
+from draftsmith.commands.parsing import UsageError, check_values, nearest, read_mapping, read_yaml
+from draftsmith.data import DataArguments
+from draftsmith.data.files import written_whole
+
+
+SECTIONS: dict[str, tuple[type, ...]] = {  # the steps after the prompts, in their order
+    "generate": (TargetArguments, GenerateArguments),
+    "train": (
+        OptionalTargetArguments, StateArguments, DraftArguments, AdapterArguments, DataArguments,
+        Eagle3TrainingArguments,
+    ),
+    "evaluate": (TargetArguments, EvaluateArguments),
+    "card": (CardArguments,),
+}  # fmt: skip
+TARGET_KEYS = tuple(field.name for field in fields(TargetArguments))
+KEYS = (*TARGET_KEYS, "output_dir", "head", *SECTIONS)
+
+
+def read_recipe(path: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """The file's values under those of `key=value` and `section.key=value`, names and types checked."""
+    recipe = {"output_dir": "runs/recipe", "head": "head"} | read_mapping(path)
+    for section in SECTIONS:
+        recipe[section] = {} if recipe.get(section) is None else recipe[section]
+    for override in overrides:
+        name, is_given, text = override.partition("=")
+        section, _, key = name.rpartition(".")
+        if not is_given or section not in ("", *SECTIONS):
+            raise UsageError(f"`{override}`: pass key=value, or section.key=value of {', '.join(SECTIONS)}")
+        try:
+            (recipe[section] if section else recipe)[key] = read_yaml(text)
+        except yaml.YAMLError as error:
+            raise UsageError(f"`{override}` has no YAML value: {error}") from error
+    if unknown := [key for key in recipe if key not in KEYS]:
+        raise UsageError(f"{path}: unknown key `{unknown[0]}`; did you mean `{nearest(str(unknown[0]), KEYS)}`?")
+    for section, types in SECTIONS.items():
+        if not isinstance(recipe[section], dict):
+            raise UsageError(f"{path}: `{section}` is {recipe[section]!r}, not a section of `key: value` lines")
+        check_values(types, recipe[section], f"{path}, section `{section}`")
+    check_values((TargetArguments,), {key: recipe[key] for key in TARGET_KEYS if key in recipe}, path)
+    if not isinstance(recipe.get("target"), str):
+        raise UsageError(f"{path}: `target` is required: the Hub id or directory of the model that is served")
+    return recipe
+
+
+def settings_of(recipe: dict[str, Any], prompts: Path) -> dict[str, dict[str, Any]]:
+    """The fields of each command: what the recipe's sections leave out leads from one step to the next."""
+    directory = Path(recipe["output_dir"])
+    target = {key: recipe[key] for key in TARGET_KEYS if key in recipe}
+    generate = {"dataset": [str(prompts / TRAINING)], "output_dir": str(directory / "answers")}
+    generate = target | generate | recipe["generate"]
+    train = {"dataset": [generate["output_dir"]], "output_dir": str(directory / recipe["head"])}
+    train = target | train | recipe["train"]
+    head = train["output_dir"]
+    held_out = [str(prompts / name) for name in HELD_OUT]
+    evaluate = {"draft": head, "prompts": held_out, "output": str(Path(head) / "evaluation.json")}
+    evaluate = target | evaluate | recipe["evaluate"]
+    card = {"draft": head, "evaluation": [evaluate["output"]]} | recipe["card"]
+    return {"generate": generate, "train": train, "evaluate": evaluate, "card": card}
+
+
+def run_step(step: str, settings: dict[str, Any], mark: Path) -> None:
+    """Run a command, unless `mark` says that it ended with these settings. A card is always written anew.
+
+    Raises:
+        UsageError: a head has been trained with others.
+    """
+    done = read_mapping(str(mark)) if mark.exists() else None
+    if done == settings and step != "card":
+        print(f"{step}: done, says {mark}", flush=True)
+        return
+    if done is not None and step == "train":
+        changed = sorted(name for name in done | settings if done.get(name) != settings.get(name))
+        raise UsageError(
+            f"{mark.parent} was trained with other settings ({', '.join(changed)}): name another `head`, or remove it."
+        )
+    print(f"\n{step}", flush=True)
+    config = mark.parent.with_name(f"{mark.parent.name}_{step}.yaml")
+    write_settings(settings, config)
+    commands.main([step, "--config", str(config)])
+    write_settings(settings, mark)
+    gc.collect()
+    torch.cuda.empty_cache()  # the next step loads a target of its own
+
+
+def write_settings(settings: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as unfinished:
+        unfinished.write_text(yaml.safe_dump(settings, sort_keys=False), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="YAML file, such as configs/recipe.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    parser.add_argument("--until", choices=("prompts", *SECTIONS), default="card", help="the last step to run")
+    args = parser.parse_args(argv)
+    steps = ("prompts", *SECTIONS)
+    try:
+        recipe = read_recipe(args.recipe, args.overrides)
+        prompts = Path(recipe["output_dir"]) / "prompts"
+        settings = settings_of(recipe, prompts)
+        if not (prompts / TRAINING).exists():
+            write_prompts(prompts)
+        for step in steps[1 : steps.index(args.until) + 1]:
+            directory = settings[step]["output_dir"] if "output_dir" in settings[step] else settings[step]["draft"]
+            run_step(step, settings[step], Path(directory) / f"recipe_{step}.yaml")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
