@@ -5,7 +5,10 @@ python scripts/recipe.py configs/recipe.yaml train.ttt_steps=3 head=head_k3     
 python scripts/recipe.py configs/recipe.yaml target=/models/mine output_dir=runs/mine   another target
 python scripts/recipe.py configs/recipe.yaml generate.engine=openai generate.base_url=http://localhost:8000
 
-Steps that are done are not done again, and one that was interrupted goes on.
+Steps that are done are not done again, and one that was interrupted goes on. The settings of each lie in `output_dir`,
+so that a launcher may run it, after `--until generate`:
+
+torchrun --nproc_per_node 8 scripts/train.py --config runs/recipe/head_train.yaml
 """
 
 import argparse
@@ -91,12 +94,15 @@ def settings_of(recipe: dict[str, Any], prompts: Path) -> dict[str, dict[str, An
     return {"generate": generate, "train": train, "evaluate": evaluate, "card": card}
 
 
-def run_step(step: str, settings: dict[str, Any], mark: Path) -> None:
-    """Run a command, unless `mark` says that it ended with these settings. A card is always written anew.
+def run_step(step: str, settings: dict[str, Any], config: Path) -> None:
+    """Run a command with the settings of `config`, unless a file beside what it writes says that this is done.
+
+    A card is always written anew.
 
     Raises:
         UsageError: a head has been trained with others.
     """
+    mark = Path(settings["output_dir"] if "output_dir" in settings else settings["draft"]) / f"recipe_{step}.yaml"
     done = read_mapping(str(mark)) if mark.exists() else None
     if done == settings and step != "card":
         print(f"{step}: done, says {mark}", flush=True)
@@ -107,8 +113,6 @@ def run_step(step: str, settings: dict[str, Any], mark: Path) -> None:
             f"{mark.parent} was trained with other settings ({', '.join(changed)}): name another `head`, or remove it."
         )
     print(f"\n{step}", flush=True)
-    config = mark.parent.with_name(f"{mark.parent.name}_{step}.yaml")
-    write_settings(settings, config)
     commands.main([step, "--config", str(config)])
     write_settings(settings, mark)
     gc.collect()
@@ -130,13 +134,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = ("prompts", *SECTIONS)
     try:
         recipe = read_recipe(args.recipe, args.overrides)
-        prompts = Path(recipe["output_dir"]) / "prompts"
+        directory = Path(recipe["output_dir"])
+        prompts = directory / "prompts"
         settings = settings_of(recipe, prompts)
+        configs = {step: directory / f"{recipe['head']}_{step}.yaml" for step in SECTIONS}
+        for step, config in configs.items():
+            write_settings(settings[step], config)
         if not (prompts / TRAINING).exists():
             write_prompts(prompts)
         for step in steps[1 : steps.index(args.until) + 1]:
-            directory = settings[step]["output_dir"] if "output_dir" in settings[step] else settings[step]["draft"]
-            run_step(step, settings[step], Path(directory) / f"recipe_{step}.yaml")
+            run_step(step, settings[step], configs[step])
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

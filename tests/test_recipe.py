@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from draftsmith.commands import train
 from draftsmith.commands.parsing import UsageError
 from draftsmith.data import prompt_ids, read_prompts
 from draftsmith.data.loading import load_sources
@@ -263,7 +264,9 @@ def test_a_tiny_target_from_prompts_to_card(tmp_path, target_dir, capsys):
     recipe.main([*flags, "--until", "generate"])
     assert (tmp_path / "run" / "answers" / "train.parquet").exists()
     assert not (tmp_path / "run" / "head").exists()
+    train.main(["--config", str(tmp_path / "run" / "head_train.yaml")])  # as a launcher would
     recipe.main(flags)
+    assert "nothing was trained" in capsys.readouterr().out
     head = tmp_path / "run" / "head"
     result = json.loads((head / "evaluation.json").read_text())["results"][0]
     assert {name: counts["prompts"] for name, counts in result["categories"].items()} == {
