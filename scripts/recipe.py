@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("recipe", help="YAML file, such as configs/recipe.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--until", choices=("prompts", *SECTIONS), default="card", help="the last step to run")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     steps = ("prompts", *SECTIONS)
     try:
         recipe = read_recipe(args.recipe, args.overrides)

@@ -261,7 +261,7 @@ def test_a_tiny_target_from_prompts_to_card(tmp_path, target_dir, capsys):
         "train.use_cpu=true", "train.bf16=false", f"train.cache_dir={tmp_path / 'cache'}", "train.disable_tqdm=true",
         "evaluate.num_prompts=2", "evaluate.max_new_tokens=6", "evaluate.num_draft_tokens=[2]",
     ]  # fmt: skip
-    recipe.main([*flags, "--until", "generate"])
+    recipe.main([*flags[:3], "--until", "generate", *flags[3:]])
     assert (tmp_path / "run" / "answers" / "train.parquet").exists()
     assert not (tmp_path / "run" / "head").exists()
     train.main(["--config", str(tmp_path / "run" / "head_train.yaml")])  # as a launcher would
