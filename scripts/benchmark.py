@@ -13,6 +13,8 @@ python scripts/benchmark.py train-figures      figure and Markdown tables from i
 python scripts/benchmark.py prepare            preparation of data against plain tokenizer calls, its memory, packing
 python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
 python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
+python scripts/benchmark.py heads              trained heads, one choice changed at a time, decoded (GPU)
+python scripts/benchmark.py heads-figures      figures and Markdown tables from its results
 python scripts/benchmark.py cache              size of cached hidden states, and how fast they are coded
 """
 
@@ -35,6 +37,8 @@ BENCHMARKS = {
     "prepare": "prepare",
     "scaling": "scaling",
     "adaptation": "adaptation",
+    "heads": "heads",
+    "heads-figures": "heads_figures",
     "cache": "cache",
 }
 
