@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import benchmark
 from benchmarks.heads import dealt
-from benchmarks.heads_arms import ALL_ARMS, ARMS, RECIPE, Arm, distinct, parsed_arms
+from benchmarks.heads_arms import ALL_ARMS, ARMS, RECIPE, Arm, check_evaluation, distinct, parsed_arms
 from benchmarks.heads_train import AS_IT_IS, VARIANTS, label_row_sets
 
 from benchmarks import heads_figures, heads_runs, heads_train
@@ -52,6 +51,12 @@ def test_all_bad_arms_are_named_at_once(tmp_path):
     bad = [Arm("typo", "", "", {"tt_steps": 3}), RECIPE, Arm("objective_mse", "", "", {"objective": "mse"})]
     with pytest.raises(ValueError, match=r"typo: .*`tt_steps`(.|\n)*objective_mse: `objective` is 'mse'"):
         parsed_arms(bad, TRAIN, tmp_path)
+
+
+def test_a_wrong_evaluation_is_refused_before_anything_is_trained(tmp_path):
+    check_evaluation({**EVALUATE, "target": "x/y"}, tmp_path)
+    with pytest.raises(ValueError, match="`evaluate` of the recipe: .*`num_draft_token`"):
+        check_evaluation({**EVALUATE, "target": "x/y", "num_draft_token": 3}, tmp_path)
 
 
 def test_jobs_are_dealt_over_gpus():
@@ -101,14 +106,11 @@ def commands_run_here(monkeypatch):
             heads_train.main if module == "benchmarks.heads_train" else lambda words: commands.main([module, *words])
         )
         status = 0
-        with redirect_stdout(stdout), redirect_stderr(stdout):
-            try:
-                main(arguments)
-            except SystemExit as left:
-                status = left.code
-            except UsageError as error:
-                print("error:", error)
-                status = 1
+        try:
+            main(arguments)
+        except UsageError as error:
+            print("error:", error, file=stdout)
+            status = 2
         return SimpleNamespace(returncode=status)
 
     monkeypatch.setattr(heads_runs.subprocess, "run", run)

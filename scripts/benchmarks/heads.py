@@ -1,14 +1,15 @@
 """Draft heads trained under one recipe with one choice changed at a time, and decoded on prompts held out (GPU).
 
 Every arm (`heads_arms`) is one `draftsmith train` by the recipe's `train` section with the arm's flags over it, then
-one `draftsmith evaluate` by its `evaluate` section. `--jobs` runs go on at once, dealt over the visible GPUs; their
-seconds are then no measurement of speed. `--save-points` keeps heads on the way and decodes them, too: a learning
-curve. `seconds` are the trainer's, saving included, preparation of data not. Of tokens seen, the supervised share is
-that of all data. A run that is in the results already, with the same flags and data, is not made again; failed ones
-are. Arms that train as the recipe does are the recipe.
+one `draftsmith evaluate` by its `evaluate` section, of which most arms take the first number of draft tokens and
+temperature alone. `--jobs` runs go on at once, dealt over the visible GPUs; their seconds are then no measurement of
+speed. `--save-points` keeps heads on the way and decodes them, too: a learning curve. `seconds` are the trainer's,
+saving included, preparation of data not. Of tokens seen, the supervised share is that of all data. A run that is in
+the results already, with the same flags and data, is not made again; failed ones are. Arms that train as the recipe
+does are the recipe.
 
 `--decode-only` decodes heads made elsewhere instead: with `--peer` they are the save points of one training, each in a
-directory whose name ends in its step, and the JSON has `step`, `tokens`, `supervised_tokens` and `seconds` of each.
+directory whose name ends in its step, and the JSON has rows with `step`, `tokens`, `supervised` and `seconds`.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import yaml
 from tqdm.auto import tqdm
 
 from .common import OUTPUT, ROOT, Results, line, make_parser
-from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, distinct, parsed_arms
+from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, check_evaluation, distinct, parsed_arms
 from .heads_runs import Experiment, Failed, Row, Training, decoded_curve, digest_of, step_of, without_counts
 
 
@@ -39,7 +40,11 @@ WIDTHS = (22, 6, 14, 9)
 def main(arguments: Sequence[str]) -> None:
     args = parse(arguments)
     experiment = set_up(args)
-    parsed = parsed_arms(ALL_ARMS, experiment.train, experiment.directory / "arms")
+    try:
+        parsed = parsed_arms(ALL_ARMS, {**experiment.train, **experiment.target}, experiment.directory / "arms")
+        check_evaluation({**experiment.evaluate, **experiment.target}, experiment.directory / "arms")
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     distinct_arms, alike = distinct(ALL_ARMS, parsed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     settings = {"recipe": experiment.train, "evaluation": experiment.evaluate, "data": experiment.data, "alike": alike}

@@ -7,7 +7,14 @@ from typing import Any
 
 import yaml
 
-from draftsmith.commands.arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments
+from draftsmith.commands.arguments import (
+    AdapterArguments,
+    DraftArguments,
+    OptionalTargetArguments,
+    StateArguments,
+    TargetArguments,
+)  # fmt: skip
+from draftsmith.commands.evaluate import EvaluateArguments
 from draftsmith.commands.parsing import UsageError, parse
 from draftsmith.data import DataArguments
 from draftsmith.trainer import Eagle3TrainingArguments
@@ -20,6 +27,7 @@ TRAIN_ARGUMENTS = (
 )  # fmt: skip
 OF_A_RUN = {"output_dir", "logging_dir", "run_name"}  # what differs between runs that train alike
 PEER = "peer"  # the axis of what another library trained
+STEPS = "draft steps in training"  # the axis whose heads are decoded with every number of draft tokens
 PADDED_DOCUMENTS = 24  # of some 340 tokens: as many tokens in a step as in a packed row of 8,192
 
 
@@ -64,7 +72,7 @@ ALL_ARMS = [
           {"loss_normalization": name}) for name in ("token", "sequence")),
     *(Arm(f"decay_{decay:g}", "decay of the steps' weights", f"Should step k weigh {decay:g}^k?",
           {"ttt_step_loss_decay": decay}) for decay in (0.6, 0.8, 0.9, 1.0)),
-    *(Arm(f"k_{steps}", "draft steps in training", f"How far do {steps} steps in training carry?",
+    *(Arm(f"k_{steps}", STEPS, f"How far do {steps} steps in training carry?",
           {"ttt_steps": steps}) for steps in (1, 3, 5, 7)),
     _norms("norms_none", "How good is plain EAGLE-3?"),
     _norms("norm_output", "Should the next step read the normed output?", "norm_output"),
@@ -113,6 +121,16 @@ def parsed_arms(arms: Sequence[Arm], recipe: Mapping[str, Any], directory: Path)
     if refused:
         raise ValueError("`--arms`: " + "\n".join(refused))
     return parsed
+
+
+def check_evaluation(evaluate: Mapping[str, Any], directory: Path) -> None:
+    """Raise `ValueError` if `draftsmith evaluate` refuses these fields; before any head is there to decode."""
+    path = directory / "evaluate.yaml"
+    path.write_text(yaml.safe_dump({**evaluate, "draft": str(directory), "prompts": []}))
+    try:
+        parse((TargetArguments, EvaluateArguments), ["--config", str(path)])
+    except UsageError as error:
+        raise ValueError(f"`evaluate` of the recipe: {error}") from error
 
 
 def distinct(arms: Sequence[Arm], parsed: Mapping[str, dict[str, Any]]) -> tuple[list[Arm], dict[str, str]]:

@@ -14,14 +14,14 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from .common import OUTPUT, introduce, markdown_table, not_run
-from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, Arm
+from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, STEPS, Arm
 
 
 Row = dict[str, Any]
 Counts = dict[str, np.ndarray]  # of each set, [prompts, 2] verifications and accepted tokens
 DRAWS = 4000
 ALIKE = 0.02  # share by which tokens seen may differ
-K_ARMS = [arm.name for arm in ALL_ARMS if arm.axis == "draft steps in training"]
+K_ARMS = [arm.name for arm in ALL_ARMS if arm.axis == STEPS]
 
 
 def main(arguments: list[str]) -> None:
@@ -219,8 +219,8 @@ def seconds_to(curve: Sequence[Row], goal: float) -> float | None:
     seconds, means = points(curve, "seconds")
     for index in range(1, len(means)):
         if means[index] >= goal:
-            share = (goal - means[index - 1]) / (means[index] - means[index - 1])
-            return seconds[index - 1] + share * (seconds[index] - seconds[index - 1])
+            between = slice(index - 1, index + 1)
+            return float(np.interp(goal, means[between], seconds[between]))
     return None
 
 

@@ -17,7 +17,7 @@ import yaml
 from draftsmith.data.files import file_digest
 
 from .common import ROOT
-from .heads_arms import Arm
+from .heads_arms import RECIPE, STEPS, Arm
 from .heads_train import progress
 
 
@@ -94,7 +94,7 @@ class Experiment:
         ]  # fmt: skip
 
     def first_setting(self) -> dict[str, Any]:
-        """What learning curves are decoded with."""
+        """What arms are compared with, and learning curves drawn."""
         return {name: self.evaluate[name][:1] for name in ("num_draft_tokens", "temperature") if name in self.evaluate}
 
 
@@ -135,7 +135,8 @@ class Training:
         module = ["-m", "benchmarks.heads_train", "--variant", self.arm.variant, "--output", str(output)]
         trained = experiment.once(module, config, f"{experiment.data} {self.arm.variant}", output, gpu)
         share = trained.pop("supervised_share")
-        decoded = experiment.decode(head, place / "decoded" / "head.json", gpu)
+        settings = {} if self.arm.axis in (RECIPE.axis, STEPS) else experiment.first_setting()
+        decoded = experiment.decode(head, place / "decoded" / "head.json", gpu, **settings)
         points = sorted(head.glob("checkpoint-*"), key=step_of)
         seen = {step_of(path): counts_at(path, share) for path in points}
         curve = list(decoded_curve(experiment, points, trained["steps"], decoded[0], place / "decoded", gpu, seen))
