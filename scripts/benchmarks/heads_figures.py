@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> None:
     (args.output_dir / "heads.md").write_text("\n\n".join(section for section in sections if section) + "\n")
     draw_positions(rows, args.output_dir / "heads_by_position.png")
     draw_learning(rows, args.output_dir / "heads_learning.png")
-    print(f"heads.md, heads_by_position.png and heads_learning.png written to {args.output_dir}")
+    print(f"heads.md and its figures written to {args.output_dir}")
 
 
 def comparable(content: Row) -> tuple[dict[str, list[Row]], list[str]]:
@@ -69,9 +69,9 @@ def introduction(content: Row) -> str:
     return f"""# Draft heads on {device}
 
 `scripts/benchmark.py heads`; {versions}.
-Acceptance lengths of prompts held out, {asked}, with their 95% intervals over prompts. `difference` is that of the
-mean of the sets to the recipe's, with the 95% interval of {DRAWS} paired draws of prompts. Several seeds are counted
-together."""
+Acceptance lengths of prompts held out, with their 95% intervals over prompts; {asked}.
+`difference` is that of the mean of the sets to the recipe's, with the 95% interval of {DRAWS} paired draws of prompts.
+Several seeds are counted together."""
 
 
 def counts_of(rows: Sequence[Row]) -> Counts:
@@ -152,8 +152,15 @@ def mean_length(counts: Counts) -> float:
 def difference_cells(runs: Sequence[Row], recipe: Sequence[Row]) -> list[str]:
     """To the recipe's runs of the same seeds, where there are some."""
     seeds = {run["seed"] for run in runs}
-    found = difference(counts_of(runs), counts_of([run for run in recipe if run["seed"] in seeds] or recipe))
-    return [interval_text(*found), verdict(*found)]
+    own, other = counts_of(runs), counts_of([run for run in recipe if run["seed"] in seeds] or recipe)
+    found = difference(own, other)
+    return [interval_text(*found), f"{verdict(*found)} {verdict_by_set(own, other)}"]
+
+
+def verdict_by_set(ours: Counts, other: Counts) -> str:
+    found = [difference({name: ours[name]}, other) for name in ours]
+    better, worse = sum(low > 0 for _, low, _ in found), sum(high < 0 for _, _, high in found)
+    return f"By set: {better} better, {worse} worse, {len(found) - better - worse} within."
 
 
 def interval_text(value: float, low: float, high: float) -> str:
@@ -246,8 +253,10 @@ def draw_positions(rows: Mapping[str, list[Row]], path: Path) -> None:
 
 
 def draw_learning(rows: Mapping[str, list[Row]], path: Path) -> None:
-    """Acceptance length of each set over the tokens seen, and their mean over the seconds."""
+    """Acceptance length of each set over the tokens seen, and their mean over the seconds, where heads were kept."""
     shown = {name: runs[0]["curve"] for name, runs in rows.items() if runs[0]["curve"]}
+    if not shown:
+        return
     panels = [*rows[RECIPE.name][0]["sets"], "mean"]
     figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
     for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
