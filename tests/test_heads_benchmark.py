@@ -29,7 +29,7 @@ from tests.data.common import chat
 
 TRAIN = {
     "ttt_steps": 3, "draft_vocab_size": 64, "packing": True, "max_length": 64, "row_length": 64, "logging_steps": 1,
-    "num_train_epochs": 1, "per_device_train_batch_size": 1, "learning_rate": "1e-3", "dataset": ["answers.jsonl"],
+    "num_train_epochs": 1, "per_device_train_batch_size": 1, "learning_rate": "1e-3",
 }  # fmt: skip
 EVALUATE = {"num_draft_tokens": [2], "temperature": [0.0], "num_prompts": 2, "max_new_tokens": 4}
 

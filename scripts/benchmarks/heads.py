@@ -31,6 +31,7 @@ from .heads_runs import Experiment, Failed, Row, Training, decoded_curve, digest
 
 
 DECIDED_HERE = {"target", "dataset", "output_dir", "resume_from_checkpoint", "draft", "prompts", "output"}
+PATHS = {"target", "data", "output_dir"}  # settings of the peer that are of no other machine
 DRY_TRAINING = {"max_steps": 2, "max_length": 128, "row_length": 128}
 DRY_DECODING = {"num_prompts": 2, "max_new_tokens": 4}
 HEADER = ("arm", "seed", "tokens", "seconds", "acceptance length")
@@ -109,9 +110,8 @@ def set_up(args: argparse.Namespace) -> Experiment:
     if args.answers.is_dir():
         files = sorted(path for path in args.answers.rglob("*") if path.is_file())
     prompts = write_sets(args.held_out, directory / "held_out")
-    train["dataset"] = [str(args.answers.absolute())]
-    data = digest_of([*files, *prompts])
-    return Experiment(directory, target, train, evaluate, data, prompts, args.save_points, args.jobs)
+    data, answers = digest_of([*files, *prompts]), args.answers.absolute()
+    return Experiment(directory, target, train, evaluate, answers, data, prompts, args.save_points, args.jobs)
 
 
 def is_decided_here(name: str) -> bool:
@@ -175,7 +175,7 @@ def decode_only(experiment: Experiment, heads: Sequence[Path], peer: Path | None
     if peer is None:
         for head in heads:
             first, *others = experiment.decode(head.absolute(), place / f"{head.name}.json", gpu)
-            names = {"arm": str(head), "axis": "decoded"}
+            names = {"arm": head.name, "axis": "decoded"}
             yield {**names, **shared, "sets": first["sets"], "others": without_counts(others), "curve": []}
         return
     content = json.loads(peer.read_text())
@@ -185,7 +185,8 @@ def decode_only(experiment: Experiment, heads: Sequence[Path], peer: Path | None
         raise SystemExit(f"`--peer` {peer} has no figures of {', '.join(unknown)}, but of steps {list(figures)}")
     first, *others = experiment.decode(heads[-1].absolute(), place / f"{heads[-1].name}.json", gpu)
     curve = list(decoded_curve(experiment, heads, step_of(heads[-1]), first, place, gpu, figures))
-    trained = {"arm": "specforge", "axis": PEER, "flags": content["settings"], "jobs": 1}
+    flags = {name: value for name, value in content["settings"].items() if name not in PATHS}
+    trained = {"arm": "specforge", "axis": PEER, "flags": flags, "jobs": 1}
     yield {**trained, **shared, **curve[-1], "sets": first["sets"], "others": without_counts(others), "curve": curve}
 
 

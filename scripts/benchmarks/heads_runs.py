@@ -38,6 +38,7 @@ class Experiment:
     Attributes:
         target: the `target..` fields of both commands.
         train, evaluate: the recipe's sections, with what every run has in common.
+        answers: the training data.
         data: digest of the answers and held-out prompts.
         prompts: the held-out sets, whose rows have the set's name as `category`.
     """
@@ -46,6 +47,7 @@ class Experiment:
     target: dict[str, Any]
     train: dict[str, Any]
     evaluate: dict[str, Any]
+    answers: Path
     data: str
     prompts: list[Path]
     save_points: int
@@ -74,7 +76,7 @@ class Experiment:
                 ).returncode
             if status or not output.exists():
                 lines = [text for text in log.read_text(errors="replace").splitlines() if text.strip()]
-                raise Failed("\n".join([f"status {status}, {log}:", *lines[-TAIL:]]))
+                raise Failed("\n".join([f"status {status}, {log.parent.name}/{log.name}:", *lines[-TAIL:]]))
         return json.loads(output.read_text())
 
     def decode(self, head: Path, output: Path, gpu: str | None, **settings: Any) -> list[Row]:
@@ -129,7 +131,8 @@ class Training:
         if experiment.save_points:  # a share of all steps
             saving = {"save_strategy": "steps", "save_steps": 1 / experiment.save_points, "save_only_model": True}
         head = place / "head"
-        config = {**self.flags, **experiment.target, **RUN, **saving, "output_dir": str(head)}
+        config = {**self.flags, **experiment.target, **RUN, **saving}
+        config |= {"dataset": [str(experiment.answers)], "output_dir": str(head)}
         output = place / "trained.json"
         place.mkdir(parents=True, exist_ok=True)
         module = ["-m", "benchmarks.heads_train", "--variant", self.arm.variant, "--output", str(output)]
