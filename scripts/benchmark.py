@@ -15,6 +15,7 @@ python scripts/benchmark.py scaling            the trainer under DeepSpeed on on
 python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
 python scripts/benchmark.py heads              trained heads, one choice changed at a time, decoded (GPU)
 python scripts/benchmark.py heads-figures      figures and Markdown tables from its results
+python scripts/benchmark.py heads-peer         a head trained by SpecForge's classes and recipe on our documents (GPU)
 python scripts/benchmark.py cache              size of cached hidden states, and how fast they are coded
 """
 
@@ -39,6 +40,7 @@ BENCHMARKS = {
     "adaptation": "adaptation",
     "heads": "heads",
     "heads-figures": "heads_figures",
+    "heads-peer": "heads_peer",
     "cache": "cache",
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import LlamaConfig
 
+from draftsmith import Eagle3DraftConfig
 from draftsmith.models.eagle3 import modeling_eagle3
 from draftsmith.ops.streaming_loss.draft_loss import DraftLossSums
 
@@ -126,7 +127,8 @@ class SpecForge(Contender):
         self.inputs, self.compact = inputs, compact
         case, config = inputs.case, inputs.draft.config
         with inputs.head.device:
-            draft = draft_module.LlamaForCausalLMEagle3(self._config(inputs), attention_backend=attention)
+            its_config = specforge_config(config, longest=case.length + case.steps)
+            draft = draft_module.LlamaForCausalLMEagle3(its_config, attention_backend=attention)
         draft.to(inputs.head.dtype)
         weights = {**inputs.draft.state_dict(), "embed_tokens.weight": inputs.embedding}
         kept = {"d2t", "t2d"} if not config.has_reduced_vocabulary else set()  # its own are the identity
@@ -139,19 +141,6 @@ class SpecForge(Contender):
         self.scale = supervised.numel() / max(1, int(supervised.sum()))
         self.loss_mask = self._as_batch(supervised)[..., None]
         self.input_ids = self._as_batch(inputs.batch.input_ids)
-
-    @staticmethod
-    def _config(inputs: Inputs) -> LlamaConfig:
-        ours = inputs.draft.config
-        names = (
-            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_parameters",
-        )  # fmt: skip
-        longest = max(ours.max_position_embeddings, inputs.case.length + inputs.case.steps)  # its table of rotations
-        config = LlamaConfig(**{name: getattr(ours, name) for name in names}, max_position_embeddings=longest)
-        if config.rope_parameters["rope_type"] == "yarn":  # it has no defaults for these: what transformers does
-            config.rope_parameters |= {"mscale": 1.0, "mscale_all_dim": 0.0}
-        return config
 
     def _as_batch(self, tensor: Tensor) -> Tensor:
         """[1, T, ..] -> [documents, T / documents, ..]"""
@@ -175,6 +164,19 @@ class SpecForge(Contender):
 
     def results(self) -> dict[str, Tensor]:
         return {name.removeprefix("draft_model."): value for name, value in super().results().items()}
+
+
+def specforge_config(ours: Eagle3DraftConfig, longest: int, **fields: Any) -> LlamaConfig:
+    """SpecForge's config of a head of our sizes; `longest`: positions that its table of rotations must hold."""
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps", "rope_parameters",
+    )  # fmt: skip
+    sizes = {name: getattr(ours, name) for name in names}
+    config = LlamaConfig(**sizes, max_position_embeddings=max(ours.max_position_embeddings, longest), **fields)
+    if config.rope_parameters["rope_type"] == "yarn":  # it has no defaults for these: what transformers does
+        config.rope_parameters |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    return config
 
 
 CONTENDERS: dict[str, Callable[[Inputs], Contender]] = {
