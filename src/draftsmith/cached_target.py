@@ -81,11 +81,22 @@ class CachedTarget:
 
 
 def save_ends(target: Any, directory: Path) -> None:
-    """Write config, embedding and head of a [`~draftsmith.target.FrozenTarget`]; a tied head is the embedding."""
+    """Write config, embedding and head of a [`~draftsmith.target.FrozenTarget`]."""
     target.model.config.save_pretrained(directory)
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in _end_weights(target).items()}
+    save_file(weights, directory / WEIGHTS)
+
+
+def ends_size(target: Any) -> int:
+    """Bytes of the weights that [`save_ends`] writes."""
+    return sum(weight.nbytes for weight in _end_weights(target).values())
+
+
+def _end_weights(target: Any) -> dict[str, torch.Tensor]:
+    """A tied head is the embedding."""
     weights = {"embed_tokens.weight": target.embedding_weight, "lm_head.weight": target.head_weight}
     if target.head_weight.data_ptr() == target.embedding_weight.data_ptr():
         del weights["lm_head.weight"]
     if target.head_bias is not None:
         weights["lm_head.bias"] = target.head_bias
-    save_file({name: weight.detach().cpu().contiguous() for name, weight in weights.items()}, directory / WEIGHTS)
+    return weights

@@ -371,7 +371,7 @@ def test_a_second_run_in_the_same_directory_is_refused(copied, bf16_target, data
         assert contents(copied) == before
         writer = CacheWriter(copied, HiddenStateCache(copied).manifest)  # one that came as late as that
         with pytest.raises(ValueError, match="another run writes to"):
-            writer.begin({}, lambda directory: None)
+            writer.begin()
     assert contents(copied) == before
     cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
 
@@ -411,14 +411,20 @@ def test_size_is_predicted_and_refused_where_it_does_not_fit(tmp_path, bf16_targ
     flags = ["--target", str(bf16_target), *data, "--output_dir", str(tmp_path / "states")]
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000))
-    with pytest.raises(UsageError, match="the states need .* GiB, but 9.313e-06 GiB are free"):
+    with pytest.raises(UsageError, match="the cache needs .* GiB more, but 9.313e-06 GiB are free"):
         cache.main(flags)
-    assert not list((tmp_path / "states").glob("*.safetensors"))
+    assert [path.name for path in (tmp_path / "states").iterdir()] == [".lock"]
     monkeypatch.undo()
     cache.main(flags)
     predicted = float(capsys.readouterr().out.split("Predicted: ")[-1].split(" GiB")[0]) * 2**30
-    written = sum(path.stat().st_size for path in (tmp_path / "states").glob("*.safetensors"))
-    assert predicted == pytest.approx(written, rel=0.03)
+    small = ("index.json", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    files = [path for path in (tmp_path / "states").rglob("*") if path.is_file() and path.name not in small]
+    assert predicted == pytest.approx(sum(path.stat().st_size for path in files), rel=0.03)
+    (tmp_path / "states" / "target" / "config.json").write_text("{")
+    cache.main(flags)
+    predicted = float(capsys.readouterr().out.split("Predicted: ")[-1].split(" GiB")[0]) * 2**30
+    of_target = [path for path in files if path.parent.name == "target"]
+    assert predicted == pytest.approx(sum(path.stat().st_size for path in of_target), rel=0.03)
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path, bf16_target):

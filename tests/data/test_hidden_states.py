@@ -173,7 +173,8 @@ def write_cache(directory, rows, *, storage="bfloat16", shard_bytes=1500):
         splits={"train": split},
     )  # fmt: skip
     writer = CacheWriter(directory, manifest)
-    writer.begin({"train": dataset}, lambda target: (target / "config.json").write_text("{}"))
+    writer.begin()
+    writer.write_beside_states({"train": dataset}, lambda target: (target / "config.json").write_text("{}"))
     states = []
     for name, shard in writer.missing():
         arrays = []

@@ -16,6 +16,7 @@ import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
 
+from ..cached_target import ends_size
 from ..data import DataArguments, DraftCollator, prepare_datasets
 from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, refuse_another_run, stored_size
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
@@ -112,14 +113,16 @@ def write(
         manifest.target["engine"] = server_args.engine
         writer = stack.enter_context(closing(CacheWriter(Path(args.output_dir), manifest)))
         if ranks.is_main_process:
-            writer.begin(rows, lambda directory: save_target(target, tokenizer, directory))
+            writer.begin()
         ranks.wait_for_everyone()
         writer.remove_damaged(ranks.process_index, ranks.num_processes)
         ranks.wait_for_everyone()
         missing = writer.missing()
         forward = _forward_of(target, ranks.device)
-        if missing and ranks.is_main_process:
-            _check_space(writer, rows, states, missing, forward)
+        if ranks.is_main_process:
+            beside = writer.size_beside_states(rows, ends_size(target))
+            _check_space(writer, beside + _predicted_size(writer, rows, states, missing, forward))
+            writer.write_beside_states(rows, lambda directory: save_target(target, tokenizer, directory))
     ranks.wait_for_everyone()
     own = missing[ranks.process_index :: ranks.num_processes]
     try:
@@ -175,26 +178,31 @@ def _rows_with_states(rows: Any, numbers: Sequence[int], forward: Forward) -> li
     return results
 
 
-def _check_space(
+def _predicted_size(
     writer: CacheWriter,
     rows: Mapping[str, Any],
     states: Mapping[str, list[int]],
     missing: Sequence[tuple[str, int]],
     forward: Forward,
-) -> None:
-    """Predict the size of what is missing from a few rows, and refuse to begin what the disk cannot take."""
+) -> float:
+    """Bytes of the missing shards, from what a few rows take."""
     predicted = 0.0
-    for name, dataset in rows.items():
+    for name, dataset in rows.items() if missing else ():
         numbers = sorted({int(number) for number in np.linspace(0, len(dataset) - 1, SAMPLED_ROWS)})
         sampled = [writer.encoded(*row) for number in numbers for row in _rows_with_states(dataset, [number], forward)]
         size = sum(map(stored_size, sampled)) / max(1, sum(states[name][number] for number in numbers))
         left = [number for part, shard in missing if part == name for number in writer.numbers(part, shard)]
         predicted += size * sum(states[name][number] for number in left)
+    return predicted
+
+
+def _check_space(writer: CacheWriter, predicted: float) -> None:
+    """Refuse to begin what the disk cannot take."""
     free = shutil.disk_usage(writer.directory).free
     print(f"Predicted: {predicted / GIB:.4g} GiB more in {writer.directory}, where {free / GIB:.4g} GiB are free.")
     if predicted > free:
         raise UsageError(
-            f"`output_dir`: the states need {predicted / GIB:.4g} GiB, but {free / GIB:.4g} GiB are free in "
+            f"`output_dir`: the cache needs {predicted / GIB:.4g} GiB more, but {free / GIB:.4g} GiB are free in "
             f"{writer.directory}: make room, take fewer rows, or a smaller `storage`."
         )
 

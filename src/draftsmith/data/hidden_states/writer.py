@@ -23,6 +23,7 @@ from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of
 
 
 LOCK = ".lock"
+_TOKEN = 9  # bytes: id and turn of four each, mask of one
 _ENTRY = 70  # bytes of one array in the header of a shard, apart from its name
 
 
@@ -71,18 +72,34 @@ class CacheWriter:
         self.directory, self.manifest = directory, manifest
         self._lock: IO[bytes] | None = None
 
-    def begin(self, rows: Mapping[str, Dataset], save_target: Callable[[Path], None]) -> None:
-        """Write all but the states: the manifest, the rows' tokens, and by `save_target` what is kept of the target.
+    def begin(self) -> None:
+        """Take the directory, and find out which files of an earlier run can be kept.
 
         Raises:
             ValueError: the directory holds something else, a cache that was begun otherwise, or one that another
                 process writes.
-            OSError: something could not be written.
+            OSError: the directory could not be made.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.directory)
-        kept = self._kept_files()
-        self.manifest.files = kept
+        self.manifest.files = self._kept_files()
+
+    def size_beside_states(self, rows: Mapping[str, Dataset], target_size: int) -> int:
+        """Bytes that `write_beside_states` will take; `target_size` are those that `save_target` writes."""
+        missing = [part for name, part in rows.items() if f"{name}.arrow" not in self.manifest.files]
+        tokens = sum(sum(part.with_format("numpy")["length"][:]) for part in missing)
+        return _TOKEN * int(tokens) + (0 if self._keeps_target() else target_size)
+
+    def _keeps_target(self) -> bool:
+        return any(name.startswith(f"{TARGET}/") for name in self.manifest.files)
+
+    def write_beside_states(self, rows: Mapping[str, Dataset], save_target: Callable[[Path], None]) -> None:
+        """Write the manifest, the rows' tokens, and by `save_target` what is kept of the target.
+
+        Raises:
+            OSError: something could not be written.
+        """
+        kept = self.manifest.files
         with self._explained(UNFINISHED):
             self.manifest.save(self.directory, UNFINISHED)
         (self.directory / INDEX).unlink(missing_ok=True)
@@ -92,7 +109,7 @@ class CacheWriter:
                 with self._explained(file):
                     write_tokens(dataset, self.directory / file)
                     written[file] = _size_and_digest(self.directory / file)
-        if not any(name.startswith(f"{TARGET}/") for name in kept):
+        if not self._keeps_target():
             written |= self._write_target(save_target)
         self.manifest.files = kept | written
         with self._explained(UNFINISHED):
