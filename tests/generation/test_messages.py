@@ -1,7 +1,10 @@
 """What becomes of an answer: reasoning, tool calls, cuts, and how `prepare` reads it."""
 
 import json
+from datetime import date
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
 
@@ -253,6 +256,21 @@ def test_what_no_one_can_train_on_is_named_and_left_out(message, finish_reason, 
 def test_half_characters_outside_the_messages_are_refused_too(row, run, server):
     with pytest.raises(UsageError, match=r"line 2: `(tools|chat_template_kwargs)` holds .*half a character"):
         run([{"prompt": "a"}, row], *flags(server))
+    assert not server[1].requests
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"messages": [{"role": "user", "content": "x", "name": b"x"}]}, "messages"),
+        ({"prompt": "x", "tools": [{"type": "function", "function": {"since": date(2024, 1, 1)}}]}, "tools"),
+        ({"prompt": "x", "chat_template_kwargs": {"date": date(2024, 1, 1)}}, "chat_template_kwargs"),
+    ],
+)
+def test_values_of_parquet_that_json_cannot_hold_cost_their_row(row, name, run, server, tmp_path):
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "rows.parquet")
+    with pytest.raises(UsageError, match=f"rows.parquet, row 1: `{name}` can't be written as JSON: .* not JSON seri"):
+        run(str(tmp_path / "rows.parquet"), *flags(server))
     assert not server[1].requests
 
 

@@ -140,8 +140,16 @@ def read_questions(row: Mapping[str, Any], column: str | None = None) -> Questio
         ("tools", questions.tools),
         ("chat_template_kwargs", questions.template_kwargs),
     ):
-        check_text(json.dumps(value, ensure_ascii=False), name)
+        check_text(_as_json(value, name), name)
     return questions
+
+
+def _as_json(value: Any, name: str) -> str:
+    """What journals and requests hold; Parquet has dates, bytes and decimals, too."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, RecursionError) as error:
+        raise RowError(name, f"can't be written as JSON: {error}") from error
 
 
 def _without_answers(messages: list[dict[str, Any]], column: str) -> list[Question]:
