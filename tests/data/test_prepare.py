@@ -9,11 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
+from datasets.exceptions import DatasetGenerationError
 from transformers import HfArgumentParser
 
 from draftsmith.commands import prepare as prepare_command
 from draftsmith.commands.parsing import UsageError
-from draftsmith.data import DataArguments, DraftCollator, prepare_datasets
+from draftsmith.data import DataArguments, DraftCollator, loading, prepare_datasets
 from draftsmith.data.entries import cached_dataset
 from draftsmith.data.files import written_whole
 from draftsmith.data.scratch import make_scratch
@@ -147,6 +148,26 @@ def test_full_disk_is_named(tmp_path):
     with pytest.raises(OSError, match="train.parquet can't be written"), written_whole(tmp_path / "train.parquet"):
         fill(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_disk_that_fills_while_a_file_is_read_is_no_fault_of_the_file(
+    streaming, tmp_path, write_jsonl, prepare, tokenizer, monkeypatch
+):
+    def fill(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def load(*arguments, **options):
+        try:
+            fill()
+        except OSError as error:
+            raise DatasetGenerationError("An error occurred while generating the dataset") from error
+
+    rows = write_jsonl(conversations(3))
+    monkeypatch.setattr("draftsmith.data.streams._written", fill)
+    monkeypatch.setattr("draftsmith.data.loading.load_dataset", loading.load_dataset if streaming else load)
+    with pytest.raises(OSError, match=f"^{tmp_path}/cache.* can't be written, the disk is full"):
+        prepare(rows, tokenizer, streaming=streaming)
 
 
 def command(tmp_path, *flags):

@@ -13,7 +13,7 @@ from datasets import load_dataset
 
 from draftsmith.commands import main
 from draftsmith.commands.parsing import UsageError
-from draftsmith.generation import Journal
+from draftsmith.generation import Answered, Journal
 from tests.generation.chat_server import answer_to
 
 
@@ -96,8 +96,6 @@ def test_sigterm_and_ctrl_c_leave_at_once_and_keep_what_is_answered(run, server,
 
 def test_a_torn_last_line_is_dropped_at_any_byte(tmp_path):
     path = tmp_path / "journal"
-    from draftsmith.generation import Answered
-
     with Journal(path, {"a": 1}) as journal:
         for key in ("x-0", "y-0"):
             journal.add(Answered(key, [{"role": "assistant", "content": "ü"}], True, 3, 2, 0.5))
@@ -112,6 +110,13 @@ def test_a_torn_last_line_is_dropped_at_any_byte(tmp_path):
             assert all(journal.read(key).new_tokens == 2 for key in journal.places if key != "z-0")
         with Journal(path, {"a": 1}) as journal:  # what was written after the torn line is whole
             assert "z-0" in journal.places
+
+
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(OSError, match=f"^{tmp_path}/journal can't be written, the disk is full: make room"):
+        with Journal(tmp_path / "journal", {}) as journal, open("/dev/full", "wb") as full:
+            os.dup2(full.fileno(), journal._file.fileno())
+            journal.add(Answered("x-0"))
 
 
 def test_two_runs_at_once_are_refused(tmp_path):

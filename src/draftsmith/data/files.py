@@ -26,15 +26,23 @@ def written_whole(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+class FullDiskError(OSError):
+    """The disk is full; says what can't be written there."""
+
+
 @contextmanager
 def naming_full_disks(path: Path) -> Iterator[None]:
-    """What is raised where the disk is full names what was written there."""
+    """Raise `FullDiskError` where the disk with `path` is full."""
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    except FullDiskError:
+        raise
+    except Exception as error:  # `datasets` wraps what a disk raises
+        reasons = {reason.errno for reason in (error, error.__cause__) if isinstance(reason, OSError)}
+        if not reasons & {errno.ENOSPC, errno.EDQUOT}:
             raise
-        raise OSError(f"{path} can't be written, the disk is full: make room there, or name another one.") from error
+        reason = f"{path} can't be written, the disk is full: make room there, or name another one."
+        raise FullDiskError(reason) from error
 
 
 def write_json(value: object, path: Path) -> None:

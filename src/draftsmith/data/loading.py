@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset, load_from_disk
 
+from .files import FullDiskError, naming_full_disks
+from .scratch import data_directory
 from .streams import array_items, batched, rows_on_disk
 
 
@@ -66,7 +68,8 @@ class Reading:
     def load(self, name: str, *arguments: str | None, limit: int | None, **options: Any) -> Dataset:
         """`datasets.load_dataset`, on disk and memory-mapped either way."""
         if not self.streaming:
-            return load_dataset(name, *arguments, cache_dir=self.cache_dir, **options)
+            with naming_full_disks(data_directory(self.cache_dir).parent):
+                return load_dataset(name, *arguments, cache_dir=self.cache_dir, **options)
         stream = load_dataset(name, *arguments, streaming=True, **options)
         stream = stream if limit is None else stream.take(limit)
         return rows_on_disk(stream.with_format("arrow").iter(batch_size=1000), self.cache_dir)
@@ -186,7 +189,7 @@ def _read_file(path: Path, reading: Reading) -> Source:
         raise ValueError(f"`dataset`: {path} is not one of {', '.join(READERS)}.")
     try:
         return READERS[_kind(path)](path, reading)
-    except UnreadableError:
+    except (UnreadableError, FullDiskError):
         raise
     except Exception as error:  # `datasets` wraps whatever gzip or Arrow raised in errors of its own
         raise UnreadableError(f"`dataset`: {path} can't be read: {error.__cause__ or error}") from error

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from ..data.files import lock_for_one_run
+from ..data.files import lock_for_one_run, naming_full_disks
 from .conversations import Answered
 
 
@@ -43,14 +43,18 @@ class Journal:
             if not self._read(settings):
                 self._append({"settings": settings})
         except BaseException:
-            self._file.close()
+            self._close()
             raise
 
     def __enter__(self) -> "Journal":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._close()
+
+    def _close(self) -> None:
+        with naming_full_disks(self.path):  # what could not be written is tried once more
+            self._file.close()
 
     def add(self, answered: Answered) -> None:
         """Keep it, whatever happens to the process from now on."""
@@ -64,9 +68,10 @@ class Journal:
         return Answered(**answered)
 
     def _append(self, value: dict[str, Any]) -> int:
-        place = self._file.seek(0, 2)
-        self._file.write(_line(value))
-        self._file.flush()
+        with naming_full_disks(self.path):
+            place = self._file.seek(0, 2)
+            self._file.write(_line(value))
+            self._file.flush()
         return place
 
     def _read(self, settings: dict[str, Any]) -> bool:
