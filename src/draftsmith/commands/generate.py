@@ -9,13 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from ..data.files import write_json
+from ..data.files import file_digest, write_json
 from ..data.formats import RowError
 from ..data.loading import load_sources
 from ..data.prepare import BadRowsError, listing
@@ -191,25 +189,21 @@ def _is_finished(directory: Path, settings: dict[str, Any], questions: QuestionS
     try:
         provenance = json.loads(path.read_text(encoding="utf-8"))
         before = provenance["settings"] | {"dataset": provenance["prompts"]["digest"]}
-        written = provenance["counts"]["written"]
+        written = provenance["digest"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"`output_dir`: {path} can't be read ({error!r}): remove it, or name another.") from error
     refuse_other_settings(before, settings | {"dataset": _digest(questions)}, directory)
-    if (held := _rows_of(data)) != written:
+    if _digest_of(data) != written:
         raise ValueError(
-            f"`output_dir`: {data} {'is unreadable' if held is None else f'holds {held} rows'}, but {path.name} tells "
-            f"of {written}: remove both to answer anew, or name another."
+            f"`output_dir`: {data} is damaged or changed, it is not what {path.name} tells of: remove both to answer "
+            "anew, or name another."
         )
     (directory / JOURNAL_FILE).unlink(missing_ok=True)  # of a run that was killed after its last file
     return True
 
 
-def _rows_of(data: Path) -> int | None:
-    """None for a file that is no Parquet (any more)."""
-    try:
-        return pq.read_metadata(data).num_rows
-    except pa.ArrowInvalid:
-        return None
+def _digest_of(data: Path) -> str:
+    return file_digest(data, hashlib.blake2b(digest_size=16))
 
 
 def _refuse_strangers(journal: Journal, questions: QuestionSet) -> None:
@@ -233,6 +227,7 @@ def _write_provenance(
         "settings": settings,
         "prompts": prompts,
         "counts": asdict(counts),
+        "digest": _digest_of(directory / DATA_FILE),
         "tokens": tokens,
         "seconds": round(journal.seconds, 1),
         "versions": library_versions(),
