@@ -211,12 +211,34 @@ def cut(tokenizer, prepare, content, question="Hello"):
 
 @pytest.mark.parametrize("name", ["chatml", "chatml_marked"])
 @pytest.mark.parametrize(
-    "content", ["\n\nHello there", "im it", "|im_", "<|im_end", "it is\n", "is it is", "it<|im_end|>", "\n<|im_end|>"]
+    "content",
+    [
+        "\n\nHello there",
+        "it is 你",
+        "🙂",
+        "im it",
+        "|im_",
+        "<|im_end",
+        "it is\n",
+        "is it is",
+        "it<|im_end|>",
+        "\n<|im_end|>",
+    ],
 )
 def test_cut_answer_is_never_ended(name, content, prepare):
     """Not where its first token merges with the prompt, nor where its text is in what the template puts after it."""
     tokenizer = build_tokenizer(TEMPLATES[name][0])
     assert cut(tokenizer, prepare, content, question=content) == [content.rstrip()]
+
+
+@pytest.mark.parametrize("content", ["🙂", "e\u202e", "你"])
+@pytest.mark.parametrize("name", ["plain", "chatml_marked"])
+def test_last_character_of_an_answer_may_take_several_tokens(name, content, prepare):
+    """Where no control token follows."""
+    template = TEMPLATES[name][0].replace("<|im_end|>\n{% endgeneration %}", "{% endgeneration %}<|im_end|>\n")
+    tokenizer = build_tokenizer(template)
+    (row,) = prepare(in_memory(chat("Hello", content, "What", content)), tokenizer).train
+    assert answers(row, tokenizer) == [content, content]
 
 
 @pytest.mark.parametrize("content", ["e <", "en", "d|", "id>", "eot", "it is"])

@@ -47,7 +47,11 @@ class EncodedText:
             return token + 1, end
         end = turn.start + len(self.text[turn.start : turn.end].rstrip())
         last = self.encoding.char_to_token(end - 1) if end > turn.start else None
-        return (0 if last is None else last + 1), end
+        if last is None:
+            return 0, end
+        while (place := self.encoding.token_to_chars(last + 1)) and place[0] < end:
+            last += 1  # one character may take several tokens
+        return last + 1, end
 
     def last_control(self, end: int) -> tuple[int, int]:
         """The last entry of `controls` within `text[:end]`; (-1, 0) if there is none."""
