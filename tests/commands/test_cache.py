@@ -345,6 +345,14 @@ def test_damaged_and_unfinished_caches_are_refused(copied, tmp_path, capsys):
     refused(tmp_path / "nowhere", "holds no cache")
 
 
+@pytest.mark.parametrize("name", ["train.arrow", "target/tokenizer.json", "target/embedding_and_head.safetensors"])
+def test_damage_beside_the_states_is_found_before_training(name, copied):
+    content = (copied / name).read_bytes()
+    (copied / name).write_bytes(content[:-100] + bytes(100))
+    with pytest.raises(UsageError, match=f"{copied}: the content of {name} is not what was written: run `draftsmith"):
+        train.main(["--hidden_states", str(copied), *RUN, "--output_dir", str(copied.parent / "head")])
+
+
 def test_a_damage_found_in_training_ends_it_with_a_message(copied):
     """Sizes are checked when a cache is opened, contents when they are read, here by a worker and by the trainer."""
     content = shard_of(copied).read_bytes()

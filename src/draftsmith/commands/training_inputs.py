@@ -102,6 +102,7 @@ def cached_inputs(
         raise ValueError(f"{', '.join(given)}: the target's layers are not in `hidden_states`: name `target`, too.")
     cache = HiddenStateCache(directory)
     refuse_other_sources(cache.manifest, target_args, draft_args)
+    cache.refuse_damage_beside_states()
     tokenizer = AutoTokenizer.from_pretrained(cache.target_dir, trust_remote_code=target_args.trust_remote_code)
     known = cache.manifest.target
     ends = CachedTarget(

@@ -104,6 +104,17 @@ class HiddenStateCache:
             elif path.stat().st_size != size:
                 yield f"{name} has {path.stat().st_size:,} bytes instead of {size:,}"
 
+    def refuse_damage_beside_states(self) -> None:
+        """Raise `ValueError` if the rows' tokens or what is kept of the target, which are small, are damaged."""
+        shards = {name for split in self.manifest.splits for name in self.manifest.shard_files(split)}
+        beside = {name: digest for name, (_, digest) in self.manifest.files.items() if name not in shards}
+        damaged = [name for name, digest in beside.items() if digest_of(self.directory / name) != digest]
+        if damaged:
+            raise ValueError(
+                f"`hidden_states`: {self.directory}: the content of {', '.join(damaged)} is not what was written: run "
+                "`draftsmith cache` as it was run before, which writes it anew."
+            )
+
     def damaged_files(self) -> Iterator[tuple[str, bool]]:
         """Every file of the cache, and whether its content is other than what was written."""
         for name, (_, digest) in self.manifest.files.items():
