@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -203,6 +204,28 @@ def test_prepared_directory_has_the_parts_of_its_last_run(tmp_path, write_jsonl,
     assert len(prepare(out, tokenizer).train) == 40
     with pytest.raises(FileNotFoundError, match="`eval_dataset`: .*out was prepared without evaluation data"):
         prepare(out, tokenizer, eval_dataset=[out])
+
+
+@pytest.mark.parametrize("files", [1, 2, 3])
+def test_killed_between_its_files_it_leaves_no_evaluation_data_to_train_on(
+    files, tmp_path, write_jsonl, prepare, tokenizer, monkeypatch
+):
+    tokenizer.save_pretrained(tmp_path / "target")
+    flags, out = ["--dataset", write_jsonl(conversations(40)), "--eval_fraction", "0.3"], tmp_path / "out"
+    command(tmp_path, *flags)
+    expected = list(prepare(str(out), tokenizer).train)
+    for path in out.iterdir():
+        path.unlink()
+
+    def synchronize(path):
+        if path.parent == out and len([path for path in out.iterdir() if path.name[0] != "."]) == files:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("draftsmith.data.files.synchronize", synchronize)
+    with suppress(KeyboardInterrupt):
+        command(tmp_path, *flags)
+    assert len(list(out.iterdir())) == files
+    assert list(prepare(str(out), tokenizer).train) == expected
 
 
 @pytest.mark.parametrize("content", ["\n\n  \n", ""])

@@ -58,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     with usage_errors():
         for name in ("evaluation.parquet", "inspect.html"):  # of an earlier run: they would belong to other data
             (output_dir / name).unlink(missing_ok=True)
-        for name, part in documents.parts.items():
-            _write_parquet(part, output_dir / f"{name}.parquet")
+        _write_parquet(documents.parts["train"], output_dir / "train.parquet")
+        # before the evaluation data: without it, all Parquet of a directory is read as one
         write_json(_report(documents, statistics), output_dir / "statistics.json")
+        if "evaluation" in documents.parts:
+            _write_parquet(documents.parts["evaluation"], output_dir / "evaluation.parquet")
         if args.inspect:
             _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
     for name, report in documents.reports.items():
