@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 from contextlib import suppress
 from pathlib import Path
@@ -138,6 +139,17 @@ def test_scratch_of_killed_runs_is_removed_and_of_running_ones_kept(tmp_path):
     assert sorted(tmp_path.iterdir()) == sorted([running, recent])
     discard()
     assert list(tmp_path.iterdir()) == [recent]
+
+
+def test_limits_of_files_are_named(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="a can't be written, it is larger than a file may be .*make room there, or"):
+            with written_whole(tmp_path / "a") as unfinished:
+                unfinished.write_bytes(bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_full_disk_is_named(tmp_path):

@@ -11,6 +11,11 @@ from typing import IO, Any
 
 
 PART = ".part-"  # what a name begins with while its file is written
+NO_ROOM = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the quota is used up",
+    errno.EFBIG: "it is larger than a file may be (`ulimit -f`)",
+}
 
 
 @contextmanager
@@ -27,22 +32,21 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 class FullDiskError(OSError):
-    """The disk is full; says what can't be written there."""
+    """There is no room; says what can't be written there."""
 
 
 @contextmanager
 def naming_full_disks(path: Path) -> Iterator[None]:
-    """Raise `FullDiskError` where the disk with `path` is full."""
+    """Raise `FullDiskError` where no room is left for `path`."""
     try:
         yield
     except FullDiskError:
         raise
     except Exception as error:  # `datasets` wraps what a disk raises
-        reasons = {reason.errno for reason in (error, error.__cause__) if isinstance(reason, OSError)}
-        if not reasons & {errno.ENOSPC, errno.EDQUOT}:
+        numbers = [fault.errno for fault in (error, error.__cause__) if isinstance(fault, OSError)]
+        if (reason := next((NO_ROOM[number] for number in numbers if number in NO_ROOM), None)) is None:
             raise
-        reason = f"{path} can't be written, the disk is full: make room there, or name another one."
-        raise FullDiskError(reason) from error
+        raise FullDiskError(f"{path} can't be written, {reason}: make room there, or name another one.") from error
 
 
 def write_json(value: object, path: Path) -> None:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ... import alignment
 from ..collator import DraftCollator
-from ..files import PART, lock_for_one_run, synchronize, written_whole
+from ..files import PART, FullDiskError, lock_for_one_run, synchronize, written_whole
 from .coding import Arrays, encode_bfloat16, encode_float8
 from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of
 
@@ -248,8 +248,9 @@ class CacheWriter:
             yield
         except (SafetensorError, OSError) as error:
             free = shutil.disk_usage(self.directory).free / 2**20
+            reason = error.__cause__ if isinstance(error, FullDiskError) else error  # which names the file, too
             raise OSError(
-                f"{self.directory / file} could not be written: {error}. {free:,.1f} MiB are free there: make room "
+                f"{self.directory / file} could not be written: {reason}. {free:,.1f} MiB are free there: make room "
                 "and run the same command again, which goes on where this one was."
             ) from error
 
