@@ -130,6 +130,18 @@ def test_a_journal_without_settings_is_named(first, tmp_path):
         Journal(tmp_path / "journal", {})
 
 
+def test_a_journal_that_lost_its_first_line_is_named(tmp_path):
+    with Journal(tmp_path / "journal", {}) as journal:
+        journal.add(Answered("x-0"))
+    settings, line = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
+    (tmp_path / "journal").write_bytes(line)
+    with pytest.raises(ValueError, match=r"the first line of .*journal is damaged: remove it to begin anew"):
+        Journal(tmp_path / "journal", {})
+    (tmp_path / "journal").write_bytes(settings + settings + line)
+    with Journal(tmp_path / "journal", {}) as journal:
+        assert list(journal.places) == ["x-0"]
+
+
 @pytest.mark.parametrize(
     "damage",
     [

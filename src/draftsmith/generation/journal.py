@@ -63,7 +63,7 @@ class Journal:
 
     def read(self, key: str) -> Answered:
         self._file.seek(self.places[key])
-        answered = _value(self._file.readline())
+        answered = _value(self._file.readline(), "key")
         assert answered is not None  # it was read before
         return Answered(**answered)
 
@@ -78,7 +78,7 @@ class Journal:
         """Whether there is anything to go on from."""
         whole, damaged = 0, []
         for place, line in self._lines():
-            value = _value(line)
+            value = _value(line, "key" if place else "settings")
             if value is None and place == 0:
                 raise ValueError(f"`output_dir`: the first line of {self.path} is damaged: remove it to begin anew.")
             if value is None:
@@ -115,14 +115,14 @@ def _line(value: dict[str, Any]) -> bytes:
     return json.dumps({**value, "checksum": digest}).encode() + b"\n"
 
 
-def _value(line: bytes) -> dict[str, Any] | None:
-    """What `_line` wrote; None if it is something else by now."""
+def _value(line: bytes, field: str) -> dict[str, Any] | None:
+    """What `_line` wrote, with `field`; None if it is something else by now."""
     try:
         value = json.loads(line)
         del value["checksum"]
     except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return value if _line(value) == line else None
+    return value if field in value and _line(value) == line else None
 
 
 def refuse_other_settings(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
