@@ -44,7 +44,7 @@ class Report:
 
     Attributes:
         rows: number of source rows.
-        truncated: documents cut at `max_length`.
+        truncated: of `documents`, those cut at `max_length`.
         unsupervised: rows without two assistant tokens in a row within `max_length`: nothing to learn, left out.
         errors: rows that can't be used, with the reason.
         duplicates: rows that repeat a conversation; left out with `deduplicate`.
@@ -163,8 +163,8 @@ def _prepare_source(
 def _split_off_report(prepared: Dataset, source: Source) -> tuple[Dataset, Report]:
     """The usable documents of a cache entry, and what became of the other rows."""
     table = prepared.data
-    report = Report(rows=len(source.rows), truncated=pc.sum(table["truncated"]).as_py() or 0)
     empty = table["length"].to_numpy() == 0
+    report = Report(rows=len(source.rows), truncated=int((table["truncated"].to_numpy() & ~empty).sum()))
     others = table.select(["row", "error"]).filter(pc.equal(table["length"], 0))
     for number, error in zip(others["row"].to_pylist(), others["error"].to_pylist(), strict=True):
         if error is not None:
