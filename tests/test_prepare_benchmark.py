@@ -19,7 +19,8 @@ def test_runs_on_few_tokens(tmp_path, monkeypatch):
     tokenizer = prepare.train_tokenizer(conversations)
     options = Namespace(tokens=60_000, repeats=2, num_proc=2)
     speed = prepare.measure_speed(conversations, tokenizer, options, tmp_path)
-    assert 60_000 <= speed["tokens"] < 70_000 and len(speed["seconds"]["ours"]) == 2 and speed["ratio"] > 0
+    assert 60_000 <= speed["tokens"] < 70_000 and len(speed["seconds"]["ours"]) == 2
+    assert min(speed["ratio"].values()) > 0
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     memory = prepare.peak_memory(str(tmp_path / "rows.jsonl"), str(tmp_path / "tokenizer"))
     assert memory["peak_mib"] >= memory["before_mib"] > 50 and memory["tokens"] == speed["tokens"]
