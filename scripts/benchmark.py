@@ -12,6 +12,7 @@ python scripts/benchmark.py train              draft steps and whole training st
 python scripts/benchmark.py train-figures      figure and Markdown tables from its results
 python scripts/benchmark.py prepare            preparation of data against plain tokenizer calls, its memory, packing
 python scripts/benchmark.py scaling            the trainer under DeepSpeed on one GPU and on several (GPUs)
+python scripts/benchmark.py scaling-model      more GPUs predicted from one, and held against what is measured
 python scripts/benchmark.py adaptation         a head moved to a new domain, full fine-tuning against LoRA, decoded
 python scripts/benchmark.py heads              trained heads, one choice changed at a time, decoded (GPU)
 python scripts/benchmark.py heads-figures      figures and Markdown tables from its results
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "train-figures": "train_figures",
     "prepare": "prepare",
     "scaling": "scaling",
+    "scaling-model": "scaling_model",
     "adaptation": "adaptation",
     "heads": "heads",
     "heads-figures": "heads_figures",

@@ -41,6 +41,22 @@ def test_runs_dry(tmp_path):
     assert content["machine"].keys() >= {"deepspeed", "accelerate", "torch", "gpus"}
 
 
+def test_a_target_in_shards_runs_dry(tmp_path):
+    """On the numbers of GPUs that its groups divide."""
+    rows = run("--cases", "llama 8k, target_tp 2", "--modes", "ddp", path=tmp_path / "scaling.json")["rows"]
+    assert [(row["gpus"], row["target_tp"], row["status"]) for row in rows] == [(2, 2, "ok")]
+    assert rows[0]["step_ms"] > 0 and rows[0]["deviation_ms"] >= 0
+
+
+def test_a_target_in_shards_is_compared_with_a_whole_one_on_one_gpu():
+    figures = {"mode": "zero2", "status": "ok"}
+    whole = scaling._names(1, "llama 8k", "zero2") | figures | {"tokens_per_second": 10.0}
+    other = scaling._names(1, "llama 32k", "zero2") | figures | {"tokens_per_second": 1.0}
+    row = scaling._names(4, "llama 8k, target_tp 2", "zero2") | figures | {"tokens_per_second": 30.0}
+    scaling.compare(row, [whole, other])
+    assert (row["speedup"], row["efficiency"]) == (3.0, 0.75)
+
+
 def test_ranks_that_fail_take_one_case_with_them(tmp_path, monkeypatch, capsys):
     """What trains with ZeRO-3 is the last of its launch, and a launch goes on behind what failed."""
     launched = []

@@ -5,7 +5,8 @@ per GPU and step, all tokens supervised. torchrun is launched for every number o
 with them, the others are launched again.
 
 Times are of a window of steps behind a warm-up, read at its ends; the trainer's own logs fall into it. Peaks are each
-rank's in that window. `efficiency` is tokens/s per GPU over those of one GPU in the same mode. Afterwards some steps
+rank's in that window. `efficiency` is tokens/s per GPU over those of one GPU in the same mode, with the whole target
+where several hold one (`target_tp`). Afterwards some steps
 are profiled on all ranks: `collectives_ms` is the time per step in NCCL's kernels, waiting for other ranks included,
 `exposed_ms` what no other kernel hides of it, and `exposed_share` its part of a profiled step; of the first rank.
 """
@@ -74,8 +75,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def run_cells(gpus: int, args: argparse.Namespace, deadline: float) -> Iterator[dict[str, Any]]:
-    """A row for every case and mode."""
-    cells = [(case, mode) for case in args.cases for mode in args.modes]
+    """A row for every case and mode that so many GPUs can run."""
+    cells = [(case, mode) for case in args.cases if gpus % CASES[case].target_tp == 0 for mode in args.modes]
     while cells:
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(_first_together(cells), folder, args.dry_run, args.warmup, args.steps, args.profiled)
@@ -142,13 +143,14 @@ def _failure(plan: Plan, late: bool) -> dict[str, str]:
 def _names(gpus: int, case_name: str, mode: str) -> dict[str, Any]:
     case = CASES[case_name]
     shape = {"shape": case.shape, "length": case.length, "ttt_steps": case.steps, "draft": case.draft_vocabulary}
+    shape["target_tp"] = case.target_tp
     return {"case": case_name, **shape, "mode": mode, "gpus": gpus}
 
 
 def compare(row: dict[str, Any], earlier: Sequence[dict[str, Any]]) -> None:
-    """With one GPU in the same mode."""
+    """With one GPU in the same mode, on the same tokens."""
     for one in earlier:
-        same = all(one[name] == row[name] for name in ("case", "mode"))
+        same = all(one[name] == row[name] for name in ("shape", "length", "ttt_steps", "draft", "mode"))
         if same and one["gpus"] == 1 and one["status"] == row["status"] == "ok":
             row["speedup"] = row["tokens_per_second"] / one["tokens_per_second"]
             row["efficiency"] = row["speedup"] / row["gpus"]

@@ -78,7 +78,11 @@ class Meter(TrainerCallback):
         else:
             times = [start.elapsed_time(end) for start, end in pairs]
         events = json.loads(self.trace.read_text())["traceEvents"]
-        means = {"step_ms": statistics.mean(times), "median_step_ms": statistics.median(times)}
+        means = {
+            "step_ms": statistics.mean(times),
+            "median_step_ms": statistics.median(times),
+            "deviation_ms": statistics.pstdev(times),
+        }
         return {**means, **self.peaks, **communication(events, self.profiled)}
 
 

@@ -20,9 +20,11 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast, gather_object
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
+from draftsmith.target import load_target
 
 from .common import GIB, ROOT, Refused, release_memory
 from .scaling_meter import Meter
@@ -33,12 +35,23 @@ from .train_whole import Step
 CONFIGS = {path.stem: path for path in sorted((ROOT / "configs" / "deepspeed").glob("*.json"))}
 MODES = ("ddp", *CONFIGS)
 DEFAULT_MODES = ("zero1", "zero2", "zero3")
+
+
+@dataclass(frozen=True)
+class ScalingCase(Case):
+    """A whole step, of a target that `target_tp` ranks hold together."""
+
+    whole: bool = True
+    target_tp: int = 1
+
+
 CASES = {
     case.name: case
     for case in (
-        Case("llama 8k", "llama", 8 * K, whole=True),
-        Case("gpt-oss 8k, K 3, full", "gpt-oss", 8 * K, steps=3, draft_vocabulary=None, whole=True),
-        Case("llama 32k", "llama", 32 * K, whole=True),
+        ScalingCase("llama 8k", "llama", 8 * K),
+        ScalingCase("gpt-oss 8k, K 3, full", "gpt-oss", 8 * K, steps=3, draft_vocabulary=None),
+        ScalingCase("llama 32k", "llama", 32 * K),
+        ScalingCase("llama 8k, target_tp 2", "llama", 8 * K, target_tp=2),
     )
 }
 DEFAULT_CASES = tuple(CASES)[:2]
@@ -75,7 +88,7 @@ def main(plan: Plan) -> None:
     for name, cells in groupby(plan.cells, key=lambda cell: cell[0]):
         case = CASES[name].tiny() if plan.dry_run else CASES[name]
         started = time.monotonic()
-        setup = Setup(case, state.device, torch.float32 if plan.dry_run else torch.bfloat16)
+        setup = Setup(case, state, torch.float32 if plan.dry_run else torch.bfloat16, Path(plan.folder) / "target")
         release_memory(state.device)
         _tell(f"{name}: target and draft vocabulary after {time.monotonic() - started:.0f} s{_held(state.device)}")
         for _, mode in cells:
@@ -94,10 +107,11 @@ def main(plan: Plan) -> None:
 class Setup:
     """A case's target, and the draft vocabulary that it predicts; the same on every rank."""
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype):
+    def __init__(self, case: ScalingCase, state: PartialState, dtype: torch.dtype, folder: Path):
+        model = sharded_target(case, state, dtype, folder) if case.target_tp > 1 else None
         torch.manual_seed(0)
-        step = Step(case, device, dtype)
-        self.case, self.device, self.target = case, device, step.target
+        step = Step(case, state.device, dtype, model)
+        self.case, self.device, self.target = case, state.device, step.target
         self.tokens = step.batch.input_ids.unique().cpu()
         # Equal weights may still predict differently where two logits are close.
         self.d2t = None if step.draft.d2t is None else broadcast(step.draft.d2t)
@@ -108,6 +122,19 @@ class Setup:
             return Eagle3DraftModel.from_target(
                 self.target.model, draft_vocab_size=self.case.draft_vocabulary, d2t=self.d2t
             )
+
+
+def sharded_target(case: ScalingCase, state: PartialState, dtype: torch.dtype, folder: Path) -> PreTrainedModel:
+    """This rank's part of random weights, which take the way of real ones: shards are made of a checkpoint."""
+    if state.is_main_process:
+        torch.manual_seed(0)
+        with state.device:
+            whole = AutoModelForCausalLM.from_config(case.target_config, dtype=dtype)
+        whole.save_pretrained(folder)
+        del whole
+        release_memory(state.device)
+    state.wait_for_everyone()
+    return load_target(str(folder), tp_size=case.target_tp)
 
 
 class Rows(Dataset):
@@ -132,7 +159,8 @@ def measure(setup: Setup, mode: str, plan: Plan) -> dict[str, Any]:
         meter = Meter(
             setup.device, Path(folder) / "trace.json", warmup=plan.warmup, timed=plan.timed, profiled=plan.profiled
         )
-        args = Eagle3TrainingArguments(folder, ttt_steps=case.steps, max_steps=meter.steps, **options)
+        unroll = {"ttt_steps": case.steps, "target_tp": case.target_tp}
+        args = Eagle3TrainingArguments(folder, max_steps=meter.steps, **unroll, **options)
         rows = Rows(case, setup.tokens, world * meter.steps)
         trainer = Eagle3Trainer(setup.make_draft(), setup.target, args, train_dataset=rows, callbacks=[meter])
         loss = trainer.train().training_loss

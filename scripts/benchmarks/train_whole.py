@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith import Eagle3DraftModel
 from draftsmith.ops import block_sparse_flash_attention
@@ -28,10 +28,12 @@ PROBE = 32768  # tokens of a long row is what it mostly predicts after the other
 class Step:
     """Target, draft head and optimizer, which the whole step and its parts share."""
 
-    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype):
+    def __init__(self, case: Case, device: torch.device, dtype: torch.dtype, target: PreTrainedModel | None = None):
+        """`target` has random weights unless it is given."""
         config, draft_config = case.target_config, case.draft_config
-        with device:
-            target = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        if target is None:
+            with device:
+                target = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
         self.target = FrozenTarget(target, draft_config.eagle_aux_hidden_state_layer_ids)
         pool = torch.randperm(config.vocab_size, device=device)[:POOL]
         self.batch: Batch = make_batch(case, pool[torch.randint(len(pool), (case.length,), device=device)])
