@@ -182,6 +182,7 @@ def report(draft: Eagle3DraftModel, args: ExportArguments) -> str:
         refused = compatibility.refusals(config, names, server)
         flags = shlex.join(compatibility.launch_flags(config, server))
         serves = "serves it" + (f" with {flags}" if flags else "")
+        serves += " (by its source; not run)" if server == compatibility.SGLANG else ""
         reasons = "; ".join(f"`{name}`: {reason}" for name, reason in refused.items())
         lines.append(f"- {compatibility.READERS[server]} " + (f"does not: {reasons}" if refused else serves))
     return "\n".join(lines)
