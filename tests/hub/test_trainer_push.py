@@ -323,7 +323,7 @@ def test_repeating_a_finished_run_keeps_its_record(tmp_path, target, caplog):
     first.train()
     first.save_model()
     before = (tmp_path / "run" / "run.json").read_text()
-    again = trainer_of(tmp_path, target, learning_rate=0.5, **options)
+    again = trainer_of(tmp_path, target, logging_steps=3, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     again.save_model()
     assert (tmp_path / "run" / "run.json").read_text() == before and again.is_repeated and not first.is_repeated

@@ -17,15 +17,10 @@ DECIDED = ("max_length", "packing", "row_length", "eval_fraction")  # data argum
 CHOSEN = ("dataset_weights", "deduplicate", "max_rows", "split_long_documents")  # said only where they were given
 
 
-def with_sources(
-    record: RunRecord,
-    target_args: TargetArguments,
-    draft_args: DraftArguments,
-    data_args: DataArguments,
-    data: PreparedData,
-    draft: Eagle3DraftModel,
+def as_given(
+    record: RunRecord, target_args: TargetArguments, draft_args: DraftArguments, data_args: DataArguments
 ) -> RunRecord:
-    d2t = None if draft.d2t is None else draft.d2t.cpu()
+    """`record` with what the arguments say, before anything is loaded."""
     known = record.target.revision if record.target is not None else None
     adapter, gguf_file, source = target_args.target_adapter, target_args.target_gguf_file, draft_args.draft
     return replace(
@@ -35,11 +30,26 @@ def with_sources(
         target_gguf_file=gguf_file and (Path(gguf_file).name if LOCAL_PATH.search(gguf_file) else gguf_file),
         trust_remote_code=target_args.trust_remote_code or None,
         draft=None if source is None else Source.of(source, revision=cached_commit(source)),
+        datasets=sources_of(data_args.dataset, data_args.split, None),
+        recipe={name: getattr(data_args, name) for name in DECIDED}
+        | {name: getattr(data_args, name) or None for name in CHOSEN},
+    )
+
+
+def with_sources(
+    record: RunRecord,
+    target_args: TargetArguments,
+    draft_args: DraftArguments,
+    data_args: DataArguments,
+    data: PreparedData,
+    draft: Eagle3DraftModel,
+) -> RunRecord:
+    d2t = None if draft.d2t is None else draft.d2t.cpu()
+    return replace(
+        as_given(record, target_args, draft_args, data_args),
         datasets=sources_of(data_args.dataset, data_args.split, data.train),
         eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
-        recipe={name: getattr(data_args, name) for name in DECIDED}
-        | {name: value for name in CHOSEN if (value := getattr(data_args, name))},
     )
 
 

@@ -16,16 +16,18 @@ from transformers.trainer_callback import TrainerCallback
 
 from ..data import DataArguments, PreparedData, draft_vocabulary_map
 from ..hub import HubError
+from ..model_card import RunRecord
 from ..models.eagle3 import Eagle3DraftModel
 from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from ..trainer.adapters import is_adapted, refuse_other_kind
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
+from ..trainer.settings import refuse_other_settings, settings_of
 from . import leave_together
 from .arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments, check_draft
 from .parsing import UsageError, parse, usage_errors
-from .run_record import with_sources
+from .run_record import as_given, with_sources
 from .training_inputs import cached_inputs, computed_inputs, explained_damage
 
 
@@ -46,7 +48,11 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
+        if state_args.hidden_states is None:  # else its manifest says more
+            given = as_given(RunRecord(), target_args, draft_args, data_args)
+            refuse_other_checkpoint(checkpoint, settings_of(given, args), args)
         trainer = make_trainer(target_args, state_args, draft_args, adapter_args, data_args, args, callbacks)
+        refuse_other_checkpoint(checkpoint, trainer.settings(), args)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.stopped_by is None:
@@ -102,8 +108,16 @@ def make_trainer(
     )
     record = with_sources(trainer.record, target_args, draft_args, data_args, inputs.data, draft)
     trainer.record = inputs.of_cache(record)
+    trainer.data_digest = inputs.data.digest
     trainer.refuse_unnamed_models()
     return trainer
+
+
+def refuse_other_checkpoint(checkpoint: str | None, settings: dict[str, Any], args: Eagle3TrainingArguments) -> None:
+    """Raise `ValueError` for a checkpoint of other settings; the trainer warns of differences that may be."""
+    if checkpoint is not None:
+        is_named = args.resume_from_checkpoint != "auto"
+        refuse_other_settings(Path(checkpoint), settings, is_named=is_named, warns=False)
 
 
 def leave_stopped(trainer: Eagle3Trainer) -> NoReturn:

@@ -27,12 +27,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PreparedData:
-    """Datasets as `DraftCollator` takes them, with their statistics (keys `train` and `evaluation`) and reports."""
+    """Datasets as `DraftCollator` takes them, with their statistics (keys `train` and `evaluation`) and reports.
+
+    `digest` names the contents of `train` before packing, if they were prepared here.
+    """
 
     train: Dataset
     evaluation: Dataset | None
     statistics: dict[str, DatasetStatistics]
     reports: dict[str, Report]
+    digest: str | None = None
 
 
 @dataclass
@@ -77,7 +81,8 @@ def prepare_datasets(args: DataArguments, tokenizer: PreTrainedTokenizerBase) ->
             "%s data: %d documents in %d rows, %d tokens, %.1f%% supervised",
             name, numbers.documents, numbers.rows, numbers.tokens, 100 * numbers.supervised_share,
         )  # fmt: skip
-    return PreparedData(finished["train"], finished.get("evaluation"), statistics, documents.reports)
+    evaluation = finished.get("evaluation")
+    return PreparedData(finished["train"], evaluation, statistics, documents.reports, documents.keys["train"])
 
 
 def prepare_documents(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -> PreparedDocuments:

@@ -41,7 +41,9 @@ HEAD_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
     "*.tiktoken", "chat_template.jinja", RUN_FILE, CARD, *LICENSE_FILES,
 )  # fmt: skip
-RESUME_FILES = (STATE, "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_*.pth")
+RESUME_FILES = (
+    STATE, "settings.json", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_*.pth",
+)  # fmt: skip
 HEAD, CHECKPOINT = "head", "checkpoint"
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 

@@ -58,6 +58,7 @@ class FaultTolerantTrainer(Trainer):
         return self._stop.stopped_by
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        is_named = resume_from_checkpoint is not True and self.args.resume_from_checkpoint != "auto"
         if resume_from_checkpoint is True:
             resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir, warn=logger.warning)
             if resume_from_checkpoint is None:
@@ -65,6 +66,8 @@ class FaultTolerantTrainer(Trainer):
         elif resume_from_checkpoint:
             refuse_damaged(resume_from_checkpoint)
         self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        if self.resumed_from is not None:
+            self.refuse_other_settings(self.resumed_from, is_named=is_named)
         if self.args.should_save:
             remove_unfinished(Path(self.args.output_dir or "."))
         self._last_log = time.perf_counter()
@@ -86,6 +89,9 @@ class FaultTolerantTrainer(Trainer):
         return next((entry[name] for entry in reversed(self.state.log_history) if name in entry), 0.0)
 
     def memory_advice(self) -> str:
+        raise NotImplementedError
+
+    def refuse_other_settings(self, checkpoint: Path, *, is_named: bool) -> None:
         raise NotImplementedError
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:

@@ -18,11 +18,13 @@ from .. import hub
 from ..data.files import written_whole
 from ..model_card import RUN_FILE, License, RunRecord, check_card
 from ..model_card.run_record import HUB, MEMORY
+from ..target_family import base_model
 from .adapters import is_adapted
 from .arguments import Eagle3TrainingArguments, refuse_unpublishable, repository_of
 from .checkpoints import TrainingFault
 from .faults import FaultTolerantTrainer
 from .records import finished_record
+from .settings import RESUMED, SCHEDULE, refuse_other_settings, resumed_record, save_settings, settings_of
 from .uploads import BackgroundPush, set_aside
 
 
@@ -38,11 +40,14 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     Attributes:
         record: what is known of target and data; what the run itself finds out is added when it is saved.
+        data_digest: of the training data, if it is known.
         is_repeated: whether `train()` was given the last checkpoint of a finished run, and so trained nothing.
     """
 
     def __init__(self, *, args: Eagle3TrainingArguments, **kwargs: Any):
         self.record = RunRecord()
+        self.data_digest: str | None = None
+        self._changed: list[str] = []  # settings other than the checkpoint's
         self.is_repeated = False
         self._uploads = BackgroundPush()
         self._cut_by = 0  # the signal that ended a wait for a push
@@ -61,6 +66,8 @@ class PublishingTrainer(FaultTolerantTrainer):
         self._cut_by = 0
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.resumed_from is not None and self.resumed_from.name == f"checkpoint-{self.state.global_step}":
+            if set(SCHEDULE).intersection(self._changed):
+                raise TrainingFault(f"{self.resumed_from} has more steps than {self._changed} ask for: ask for more.")
             if self.is_world_process_zero():
                 logger.warning("%s is of a finished run: nothing was left to train.", self.resumed_from)
             self.is_repeated = True
@@ -95,6 +102,18 @@ class PublishingTrainer(FaultTolerantTrainer):
         super().save_model(output_dir, True)  # transformers would push here, before there is a card
         if not _internal_call:
             self.save_record(output_dir)
+        elif self.args.should_save and output_dir is not None:
+            save_settings(Path(output_dir), self.settings(), self.record.recipe.get(RESUMED, []))
+
+    def settings(self) -> dict[str, Any]:
+        """What decides the weights: [`settings_of`]."""
+        return settings_of(self.record, self.args, base_model(self.model).config, self.data_digest)
+
+    def refuse_other_settings(self, checkpoint: Path, *, is_named: bool) -> None:
+        """Raise `ValueError` for settings that it was not trained with; the record says what may differ."""
+        warns = self.is_world_process_zero()
+        resumed, self._changed = refuse_other_settings(checkpoint, self.settings(), is_named=is_named, warns=warns)
+        self.record = resumed_record(self.record, resumed)
 
     def save_record(self, output_dir: str | None = None) -> None:
         """Write `run.json`; that of a finished run stays as it is when the run is only repeated."""
