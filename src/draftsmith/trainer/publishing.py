@@ -107,7 +107,7 @@ class PublishingTrainer(FaultTolerantTrainer):
 
     def settings(self) -> dict[str, Any]:
         """What decides the weights: [`settings_of`]."""
-        return settings_of(self.record, self.args, base_model(self.model).config, self.data_digest)
+        return settings_of(self.record, self.args, base_model(self.model).config, self.data_digest)  # type: ignore[arg-type]
 
     def refuse_other_settings(self, checkpoint: Path, *, is_named: bool) -> None:
         """Raise `ValueError` for settings that it was not trained with; the record says what may differ."""
