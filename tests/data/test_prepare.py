@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 from datasets.exceptions import DatasetGenerationError
-from transformers import HfArgumentParser
+from transformers import AutoTokenizer, HfArgumentParser
 
 from draftsmith.commands import prepare as prepare_command
 from draftsmith.commands.parsing import UsageError
@@ -190,12 +190,11 @@ def command(tmp_path, *flags):
 
 
 def test_full_disk_is_a_usage_error(tmp_path, write_jsonl, tokenizer, monkeypatch):
-    def fill(dataset, path):
-        Path(path).write_bytes(b"half")
+    def fill(writer, table):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tokenizer.save_pretrained(tmp_path / "target")
-    monkeypatch.setattr(Dataset, "to_parquet", fill)
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", fill)
     with pytest.raises(UsageError, match="out/train.parquet can't be written, the disk is full"):
         command(tmp_path, "--dataset", write_jsonl(conversations(3)))
     assert list((tmp_path / "out").iterdir()) == []
@@ -216,6 +215,46 @@ def test_prepared_directory_has_the_parts_of_its_last_run(tmp_path, write_jsonl,
     assert len(prepare(out, tokenizer).train) == 40
     with pytest.raises(FileNotFoundError, match="`eval_dataset`: .*out was prepared without evaluation data"):
         prepare(out, tokenizer, eval_dataset=[out])
+
+
+def test_data_prepared_with_another_tokenizer_is_refused(tmp_path, write_jsonl, prepare, tokenizer, monkeypatch):
+    """However it is named; files of other tools are taken as they are."""
+    tokenizer.save_pretrained(tmp_path / "target")
+    raw, out = write_jsonl(conversations(20)), tmp_path / "out"
+    command(tmp_path, "--dataset", raw, "--eval_fraction", "0.3")
+    again = AutoTokenizer.from_pretrained(tmp_path / "target")
+    again.pad_token = "</s>"  # which decides nothing here
+    again(["Hello"] * 2, padding=True, truncation=True, max_length=2)
+    names = [str(out), f"{out}/train.parquet", f"{out}/*.parquet"]
+    same = build_tokenizer(CHATML.replace("\n", " "))
+    for name in names:
+        for options in ({}, {"streaming": True}, {"eval_dataset": [str(out)]}):
+            assert prepare(name, again, **options).train
+            assert prepare(name, same, chat_template=CHATML, **options).train
+    others = [
+        (build_tokenizer(CHATML, vocab_size=290), {}),
+        (build_tokenizer(CHATML, eos_token="</s>"), {}),
+        (same, {}),
+        (tokenizer, {"chat_template": CHATML.replace("\n", " ")}),
+    ]
+    monkeypatch.setattr("draftsmith.data.prepare.RowEncoder.__call__", None)  # refused before any work
+    for other, options in others:
+        for dataset, eval_dataset in [*(([raw, name], []) for name in names), ([raw], [str(out)])]:
+            for streaming in (False, True):
+                with pytest.raises(ValueError, match=r"dataset`: \S*/out/\w+.parquet was prepared with another tok"):
+                    prepare(dataset, other, eval_dataset=eval_dataset, streaming=streaming, **options)
+
+
+def test_prepared_parquet_is_that_of_datasets_but_for_its_fingerprint(tmp_path, write_jsonl, prepare, tokenizer):
+    tokenizer.save_pretrained(tmp_path / "target")
+    command(tmp_path, "--dataset", write_jsonl(conversations(2500)))
+    rows = Dataset.from_parquet(f"{tmp_path}/out/train.parquet", cache_dir=f"{tmp_path}/cache")
+    rows.to_parquet(tmp_path / "plain.parquet")
+    schemas = [pq.read_schema(tmp_path / name) for name in ("out/train.parquet", "plain.parquet")]
+    assert schemas[0].equals(schemas[1]) and schemas[0].metadata[b"huggingface"] == schemas[1].metadata[b"huggingface"]
+    with pytest.raises(ValueError, match="was prepared with another tokenizer"):
+        prepare(f"{tmp_path}/out/train.parquet", build_tokenizer(CHATML, vocab_size=290))
+    assert len(prepare(f"{tmp_path}/plain.parquet", build_tokenizer(CHATML, vocab_size=310)).train) == 2500
 
 
 @pytest.mark.parametrize("files", [1, 2, 3])

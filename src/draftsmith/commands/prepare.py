@@ -16,7 +16,9 @@ from ..data import (
     PreparedDocuments,
     Report,
     dataset_statistics,
+    preparation_fingerprint,
     prepare_documents,
+    write_prepared,
 )
 from ..data.files import write_json, written_whole
 from .arguments import TargetArguments
@@ -55,14 +57,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         tokenizer = target_args.load_tokenizer()
         documents = prepare_documents(replace(data_args, packing=False), tokenizer)
     statistics = {name: dataset_statistics(part) for name, part in documents.parts.items()}
+    fingerprint = preparation_fingerprint(tokenizer, data_args)
     with usage_errors():
         for name in ("evaluation.parquet", "inspect.html"):  # of an earlier run: they would belong to other data
             (output_dir / name).unlink(missing_ok=True)
-        _write_parquet(documents.parts["train"], output_dir / "train.parquet")
+        write_prepared(documents.parts["train"], output_dir / "train.parquet", fingerprint)
         # before the evaluation data: without it, all Parquet of a directory is read as one
         write_json(_report(documents, statistics), output_dir / "statistics.json")
         if "evaluation" in documents.parts:
-            _write_parquet(documents.parts["evaluation"], output_dir / "evaluation.parquet")
+            write_prepared(documents.parts["evaluation"], output_dir / "evaluation.parquet", fingerprint)
         if args.inspect:
             _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
     for name, report in documents.reports.items():
@@ -131,8 +134,3 @@ def _inspect(documents: Dataset, tokenizer: PreTrainedTokenizerBase, count: int,
     with written_whole(path) as unfinished:
         unfinished.write_text(to_html("Prepared documents", shown), encoding="utf-8")
     print(f"The same with token boundaries and ids: {path}")
-
-
-def _write_parquet(dataset: Dataset, path: Path) -> None:
-    with written_whole(path) as unfinished:
-        dataset.to_parquet(str(unfinished))

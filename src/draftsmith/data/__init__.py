@@ -5,7 +5,8 @@ from .collator import STATE_COLUMNS, DraftCollator
 from .encoding import read_template
 from .packing import pack_dataset
 from .pipeline import PreparedData, PreparedDocuments, draft_vocabulary_map, prepare_datasets, prepare_documents
-from .prepare import Report, tokenizer_fingerprint
+from .prepare import Report, preparation_fingerprint, tokenizer_fingerprint
+from .prepared_files import write_prepared
 from .prompts import PRESETS, LabelledPrompt, Prompt, pad_prompts, prompt_ids, read_prompts, render_prompts
 from .statistics import DatasetStatistics, Distribution, dataset_statistics
 from .vocabulary import (
@@ -41,6 +42,7 @@ __all__ = [
     "load_vocabulary_map",
     "pack_dataset",
     "pad_prompts",
+    "preparation_fingerprint",
     "prepare_datasets",
     "prepare_documents",
     "prompt_ids",
@@ -49,4 +51,5 @@ __all__ = [
     "render_prompts",
     "save_vocabulary_map",
     "tokenizer_fingerprint",
+    "write_prepared",
 ]

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from datasets import Dataset, load_dataset, load_from_disk
 
 from .files import FullDiskError, naming_full_disks
+from .prepared_files import prepared_with
 from .scratch import data_directory
 from .streams import array_items, batched, rows_on_disk
 
@@ -33,12 +34,14 @@ class Source:
         is_json: JSON stays text until a row is prepared, so that one broken line costs one row, and rows may differ in
             their keys and types (Arrow would merge them and invent nulls).
         entry: which entry of `dataset` it is of.
+        prepared_with: fingerprint of the tokenizer and chat template, in a file that `draftsmith prepare` wrote.
     """
 
     name: str
     rows: Dataset
     is_json: bool = False
     entry: int = 0
+    prepared_with: str | None = None
 
     def locate(self, index: int) -> str:
         """Human name of a row; rows and lines count from 1."""
@@ -246,6 +249,7 @@ def _read_parquet(path: Path, reading: Reading) -> Source:
     with pq.ParquetFile(path) as file:
         if file.metadata.num_rows == 0:  # which `datasets` refuses
             return Source(str(path), Dataset(file.read()))
+        fingerprint = prepared_with(file.schema_arrow)  # which `datasets` drops
     rows = reading.load(
         "parquet",
         data_files=[glob.escape(str(path))],
@@ -253,7 +257,7 @@ def _read_parquet(path: Path, reading: Reading) -> Source:
         limit=reading.max_rows,
         batch_size=1000,  # else as many rows as the first row group has, which may be none
     )
-    return Source(str(path), rows)
+    return Source(str(path), rows, prepared_with=fingerprint)
 
 
 READERS: dict[str, Callable[[Path, Reading], Source]] = {

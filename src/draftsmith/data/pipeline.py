@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from .arguments import DataArguments
 from .encoding import FEATURES, IDENTITY
 from .entries import cached_dataset
-from .loading import load_sources
+from .loading import Source, load_sources
 from .mixing import is_first, mix
 from .packing import pack_dataset
-from .prepare import CACHE_VERSION, Report, prepare_sources
+from .prepare import CACHE_VERSION, Report, prepare_sources, refuse_other_preparation
 from .scratch import data_directory
 from .statistics import DatasetStatistics, dataset_statistics
 from .vocabulary import build_vocabulary_map, count_tokens, coverage, load_vocabulary_map
@@ -89,14 +89,17 @@ def prepare_documents(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -
     """What `prepare_datasets` packs; arguments and errors are the same."""
     if not args.dataset:
         raise ValueError("`dataset` is empty: name the training data.")
-    train, columns, report = _prepare(args, "train", tokenizer)
+    sources = {"dataset": _load(args, "train"), "eval_dataset": _load(args, "evaluation")}
+    for name, of_it in sources.items():
+        refuse_other_preparation(name, of_it, tokenizer, args)
+    train, columns, report = _prepare(args, sources["dataset"], tokenizer)
     kept = is_first(columns.keys, columns.rows)
     report.duplicates = len(np.unique(columns.rows[~kept]))
     kept |= not args.deduplicate
     held_out = np.zeros(len(train), dtype=bool)
     chosen, reports = {}, {"train": report}
     if args.eval_dataset:
-        evaluation, eval_columns, reports["evaluation"] = _prepare(args, "evaluation", tokenizer)
+        evaluation, eval_columns, reports["evaluation"] = _prepare(args, sources["eval_dataset"], tokenizer)
         first = is_first(eval_columns.keys, eval_columns.rows)
         reports["evaluation"].duplicates = len(np.unique(eval_columns.rows[~first]))
         chosen["evaluation"] = (evaluation, np.flatnonzero(first | (not args.deduplicate)))
@@ -154,9 +157,9 @@ def draft_vocabulary_map(args: DataArguments, train: Dataset, target_vocab_size:
     return d2t
 
 
-def _prepare(args: DataArguments, part: str, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, _Columns, Report]:
+def _load(args: DataArguments, part: str) -> list[Source]:
     is_train = part == "train"
-    sources = load_sources(
+    return load_sources(
         args.dataset if is_train else args.eval_dataset,
         part=part,
         config=args.dataset_config,
@@ -165,6 +168,11 @@ def _prepare(args: DataArguments, part: str, tokenizer: PreTrainedTokenizerBase)
         streaming=args.streaming,
         max_rows=args.max_rows,
     )
+
+
+def _prepare(
+    args: DataArguments, sources: list[Source], tokenizer: PreTrainedTokenizerBase
+) -> tuple[Dataset, _Columns, Report]:
     documents, report = prepare_sources(
         sources,
         tokenizer,

@@ -119,6 +119,20 @@ def prepare_sources(
     return documents, total
 
 
+def refuse_other_preparation(
+    name: str, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, arguments: EncodingArguments
+) -> None:
+    """Raise `ValueError` for a file of argument `name` that was prepared with another tokenizer or chat template."""
+    prepared = [source for source in sources if source.prepared_with]
+    ours = preparation_fingerprint(tokenizer, arguments) if prepared else None
+    if other := next((source for source in prepared if source.prepared_with != ours), None):
+        target = tokenizer.name_or_path or type(tokenizer).__name__
+        raise ValueError(
+            f"`{name}`: {other.name} was prepared with another tokenizer or chat template than that of `target` "
+            f"{target}: prepare it anew, or name the `chat_template` that it was prepared with."
+        )
+
+
 def _prepare_source(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -206,7 +220,17 @@ def _cache_key(
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Hash of all that decides how text becomes tokens, the chat template included."""
-    templates = json.dumps([tokenizer.chat_template, tokenizer.special_tokens_map], sort_keys=True, default=str)
+    return _fingerprint(tokenizer, tokenizer.chat_template, tokenizer.special_tokens_map)
+
+
+def preparation_fingerprint(tokenizer: PreTrainedTokenizerBase, arguments: EncodingArguments) -> str:
+    """Hash of the tokenizer and of the chat template that is used; without the padding token, which is not used."""
+    special_tokens = {name: token for name, token in tokenizer.special_tokens_map.items() if name != "pad_token"}
+    return _fingerprint(tokenizer, read_template(arguments.chat_template) or tokenizer.chat_template, special_tokens)
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase, template: object, special_tokens: object) -> str:
+    templates = json.dumps([template, special_tokens], sort_keys=True, default=str)
     return hashlib.blake2b(templates.encode() + _tokenizer_state(tokenizer), digest_size=16).hexdigest()
 
 
