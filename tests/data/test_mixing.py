@@ -1,8 +1,10 @@
 """Mixtures, duplicates and the held-out split, of several datasets together."""
 
+import json
 import re
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset
 
@@ -73,6 +75,31 @@ def test_mixture_of_datasets(two_datasets, prepare, tokenizer):
     assert list(grown.train) == list(
         prepare(two_datasets, tokenizer, dataset_weights=[2, 2], mixture_strategy="oversample").train
     )
+
+
+@pytest.mark.parametrize("strategy", ["undersample", "oversample", None])
+def test_prepare_says_what_each_dataset_gives(strategy, two_datasets, tokenizer, tmp_path, capsys):
+    """Case: a weight of 0.7 for the dataset that has fewer of the tokens; what is in the file is what was said."""
+    tokenizer.save_pretrained(tmp_path / "target")
+    flags = ["--dataset", *two_datasets, "--target", f"{tmp_path}/target", "--output_dir", f"{tmp_path}/out"]
+    mixture = ["--dataset_weights", "0.7", "0.3", "--mixture_strategy", strategy] if strategy else []
+    prepare_command.main([*flags, "--cache_dir", f"{tmp_path}/cache", *mixture])
+    printed = capsys.readouterr().out
+    table = pq.read_table(tmp_path / "out/train.parquet", columns=["input_ids", "length"]).to_pylist()
+    found = json.loads((tmp_path / "out/statistics.json").read_text())["train"]["datasets"]
+    for name, path, rows, weight, share in zip("ab", two_datasets, (60, 20), (0.7, 0.3), found, strict=True):
+        of_it = [row for row in table if f"{name} " in tokenizer.decode(row["input_ids"])]
+        tokens = sum(row["length"] for row in of_it)
+        part = tokens / sum(row["length"] for row in table)
+        different = len({tuple(row["input_ids"]) for row in of_it})
+        assert share == {
+            "name": path, "rows": rows, "documents": len(of_it), "different": different, "tokens": tokens,
+            "share": part, "weight": weight if strategy else None,
+        }  # fmt: skip
+        assert not strategy or part == pytest.approx(weight, abs=0.05)
+        repeated = f" ({different} different)" if strategy == "oversample" and name == "a" else ""
+        said = f"  {path}: {rows} rows, {len(of_it)} documents{repeated}, {part:.1%} of the tokens"
+        assert said + (f" (weight {weight})\n" if strategy else "\n") in printed
 
 
 def test_a_directory_is_one_dataset_of_the_mixture(write_jsonl, prepare, tokenizer, tmp_path):

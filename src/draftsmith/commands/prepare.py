@@ -70,13 +70,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             _inspect(documents.parts["train"], tokenizer, args.inspect, output_dir / "inspect.html")
     for name, report in documents.reports.items():
         print(_account(name, report, data_args.deduplicate))
+    if len(documents.shares) > 1:
+        print("train, by dataset:", *documents.shares, sep="\n  ")
     for name, numbers in statistics.items():
         print(_overview(name, numbers))
     print(f"Train on it with `draftsmith train --dataset {output_dir / 'train.parquet'}`.")
 
 
 def _report(documents: PreparedDocuments, statistics: dict[str, DatasetStatistics]) -> dict[str, dict]:
-    """Statistics of each part, and under `rows_read` what became of the rows that it was prepared from."""
+    """Statistics of each part, and under `rows_read` what became of the rows that it was prepared from.
+
+    Those of the training data hold under `datasets` what each entry of `dataset` gives to it.
+    """
     report: dict[str, dict] = {name: asdict(numbers) for name, numbers in statistics.items()}
     for name, found in documents.reports.items():
         report[name]["rows_read"] = {
@@ -88,6 +93,7 @@ def _report(documents: PreparedDocuments, statistics: dict[str, DatasetStatistic
             "truncated": found.truncated,
             "truncated_share": found.truncated / sum(found.documents),
         }
+    report["train"]["datasets"] = [asdict(share) for share in documents.shares]
     return report
 
 

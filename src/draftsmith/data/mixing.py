@@ -1,12 +1,40 @@
 """Which documents are kept: without duplicates, and in the proportions that were asked for."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 
 MAX_PASSES = 100  # so often the same documents teach nothing more
+
+
+@dataclass
+class DatasetShare:
+    """What one entry of `dataset` gives to the training documents.
+
+    Attributes:
+        rows: how many were read.
+        documents: with every repeat.
+        different: without.
+        share: of all training tokens.
+        weight: what was asked for; None without `dataset_weights`.
+    """
+
+    name: str
+    rows: int
+    documents: int
+    different: int
+    tokens: int
+    share: float
+    weight: float | None = None
+
+    def __str__(self) -> str:
+        repeated = f" ({self.different:,} different)" if self.different < self.documents else ""
+        weight = "" if self.weight is None else f" (weight {self.weight:g})"
+        documents = f"{self.documents:,} documents{repeated}"
+        return f"{self.name}: {self.rows:,} rows, {documents}, {self.share:.1%} of the tokens{weight}"
 
 
 def is_first(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:

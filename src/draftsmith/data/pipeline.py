@@ -14,7 +14,7 @@ from .arguments import DataArguments
 from .encoding import FEATURES, IDENTITY
 from .entries import cached_dataset
 from .loading import Source, load_sources
-from .mixing import is_first, mix
+from .mixing import DatasetShare, is_first, mix
 from .packing import pack_dataset
 from .prepare import CACHE_VERSION, Report, prepare_sources, refuse_other_preparation
 from .scratch import data_directory
@@ -43,12 +43,14 @@ class PreparedData:
 class PreparedDocuments:
     """Documents of each part (`train`, `evaluation`), not packed, and the reports.
 
-    Columns are those of a prepared dataset and of `identity.Identity`; `keys` names the contents of each part.
+    Columns are those of a prepared dataset and of `identity.Identity`; `keys` names the contents of each part,
+    `shares` says what each entry of `dataset` gives to `train`.
     """
 
     parts: dict[str, Dataset]
     reports: dict[str, Report]
     keys: dict[str, str]
+    shares: list[DatasetShare]
 
 
 @dataclass(frozen=True)
@@ -111,9 +113,11 @@ def prepare_documents(args: DataArguments, tokenizer: PreTrainedTokenizerBase) -
     chosen = {"train": (train, indices), **chosen}
     _check_sides({name: len(of_it) for name, (_, of_it) in chosen.items()}, args)
     if args.dataset_weights:
-        chosen["train"] = (train, indices[_mixture(columns, indices, args)])
+        indices = indices[_mixture(columns, indices, args)]
+        chosen["train"] = (train, indices)
+    shares = _shares(columns, indices, sources["dataset"], args)
     keys = {name: _contents_key(reports.get(name, report).cache_keys, of_it) for name, (_, of_it) in chosen.items()}
-    return PreparedDocuments({name: _select(*part) for name, part in chosen.items()}, reports, keys)
+    return PreparedDocuments({name: _select(*part) for name, part in chosen.items()}, reports, keys, shares)
 
 
 def _check_sides(sizes: dict[str, int], args: DataArguments) -> None:
@@ -211,15 +215,29 @@ def _shared_with_evaluation(train: _Columns, evaluation: _Columns, args: DataArg
 def _mixture(columns: _Columns, indices: np.ndarray, args: DataArguments) -> np.ndarray:
     assert args.dataset_weights is not None
     lengths, entries = columns.lengths[indices], columns.entries[indices]
-    chosen = mix(lengths, columns.keys[indices], entries, args.dataset_weights, args.mixture_strategy)
-    tokens = np.bincount(entries[chosen], lengths[chosen])
+    return mix(lengths, columns.keys[indices], entries, args.dataset_weights, args.mixture_strategy)
+
+
+def _shares(columns: _Columns, chosen: np.ndarray, sources: list[Source], args: DataArguments) -> list[DatasetShare]:
+    total = int(columns.lengths[chosen].sum())
+    shares = []
     for entry, name in enumerate(args.dataset):
-        of_it = chosen[entries[chosen] == entry]
-        logger.info(
-            "mixture: %s gives %d documents, %d different of %d, %.1f%% of the tokens",
-            name, len(of_it), len(np.unique(of_it)), (entries == entry).sum(), 100 * tokens[entry] / tokens.sum(),
-        )  # fmt: skip
-    return chosen
+        of_it = chosen[columns.entries[chosen] == entry]
+        tokens = int(columns.lengths[of_it].sum())
+        shares.append(
+            DatasetShare(
+                name=name if isinstance(name, str) else f"in-memory dataset {entry + 1}",
+                rows=sum(len(source.rows) for source in sources if source.entry == entry),
+                documents=len(of_it),
+                different=len(np.unique(of_it)),
+                tokens=tokens,
+                share=tokens / total,
+                weight=args.dataset_weights[entry] if args.dataset_weights else None,
+            )
+        )
+        if args.dataset_weights:
+            logger.info("mixture: %s", shares[-1])
+    return shares
 
 
 def _finish(documents: Dataset, key: str, args: DataArguments) -> Dataset:
