@@ -7,9 +7,9 @@ import random
 import pytest
 from datasets import Dataset, Features, List, Value
 
-from draftsmith.data import DataArguments, prepare_datasets
+from draftsmith.data import DataArguments, prepare_datasets, prompt_ids
 from draftsmith.data.prepare import BadRowsError
-from tests.data.common import answers, build_tokenizer, chat
+from tests.data.common import CHATML, answers, build_tokenizer, chat
 
 
 SHAREGPT = {"human": "Hello", "gpt": "one", "tool": "it is", "system": "What"}
@@ -181,6 +181,14 @@ BAD_ROWS = [
     ({"messages": ["Hello"]}, "`messages[0]` is str, not an object"),
     ({"messages": [{"content": "Hello"}]}, "`messages[0].role` is null, not a string"),
     ({"messages": [{"from": "bing", "value": "Hello"}]}, "`messages[0].from` is 'bing', not one of system, human"),
+    ({"messages": [{"role": "human", "content": "Hello"}, *chat("", "one")[1:]]},
+     "`messages[0].role` is 'human': did you mean `user`?"),
+    ({"messages": [*chat("Hello", "one"), {"role": "gpt", "content": "one"}]},
+     "`messages[2].role` is 'gpt': did you mean `assistant`?"),
+    ({"messages": [{"role": "System ", "content": "Hello"}, *chat("Hello", "one")]},
+     "`messages[0].role` is 'System ': did you mean `system`?"),
+    ({"messages": [{"role": "narrator", "content": "Hello"}, *chat("Hello", "one")]},
+     "`messages[0].role` is 'narrator', not one of system, developer, user, assistant, tool, and the chat template"),
     ({"messages": chat("Hello")}, "`messages` has no assistant turn after another message"),
     ({"messages": chat("Hello", "one")[1:]}, "`messages` has no assistant turn after another message"),
     ({"messages": chat("Hello", [{"type": "image"}])}, "`messages[1].content[0]` is image, but only text"),
@@ -204,6 +212,29 @@ def test_bad_row_is_named_and_the_good_ones_are_kept(row, reason, prepare, token
     assert texts(result.train, tokenizer) == ["one"] * 5 + ["two"]
     assert [entry for entry in result.reports["train"].errors if reason in entry]
     assert "Skipped 1 rows" in caplog.text
+
+
+@pytest.mark.parametrize("role", ["developer", "tool"])
+def test_roles_of_the_protocol_need_no_mention_in_the_template(role, prepare, tokenizer, write_jsonl):
+    rows = [{"messages": [{"role": role, "content": "Hello"}, *chat("Hello", "one")]}]
+    assert texts(prepare(write_jsonl(rows), tokenizer).train, tokenizer) == ["one"]
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_roles_that_the_template_names(quote, prepare, write_jsonl):
+    """Case: a role of the template's own; whether it is the tokenizer's or `chat_template` decides."""
+    named = CHATML.replace(
+        "{{ message.role }}", f"{{{{ 'tool' if message.role == {quote}human{quote} else message.role }}}}"
+    )
+    name = write_jsonl([{"messages": [{"role": "human", "content": "Hello"}, *chat("Hello", "one")]}])
+    for tokenizer, options in ((build_tokenizer(named), {}), (build_tokenizer(CHATML), {"chat_template": named})):
+        assert texts(prepare(name, tokenizer, **options).train, tokenizer) == ["one"]
+    with pytest.raises(BadRowsError, match="line 1: `messages.0..role` is 'human': did you mean `user`"):
+        prepare(name, build_tokenizer(named), chat_template=CHATML)
+    prompt = [{"role": "human", "content": "Hello"}]
+    assert prompt_ids(build_tokenizer(named), prompt, {})
+    with pytest.raises(ValueError, match="`messages.0..role` is 'human': did you mean `user`"):
+        prompt_ids(build_tokenizer(CHATML), prompt, {})
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from .answers import as_generated, check_answer, text_after, with_sentinel
 from .documents import Document
 from .formats import Conversation, RowError
+from .messages import check_roles
 from .text import EncodedText, TextEncoder, Turn, check_text
 
 
@@ -92,7 +93,7 @@ class ChatEncoder(TextEncoder):
 
         A `RowError` stands for one without a turn to supervise, or whose rendering doesn't begin with what is served.
         """
-        turns = [attempt(_turns, conversation) for conversation in conversations]
+        turns = [attempt(self._turns, conversation) for conversation in conversations]
         usable = [pair for pair in zip(conversations, turns, strict=True) if isinstance(pair[1], list)]
         plain = [pair for pair in usable if not (pair[0].tools or pair[0].template_kwargs)]
         try:
@@ -104,6 +105,18 @@ class ChatEncoder(TextEncoder):
             found if isinstance(found, RowError) else attempt(self._rows, conversation, found, rendered)
             for conversation, found in zip(conversations, turns, strict=True)
         ]
+
+    def _turns(self, conversation: Conversation) -> list[int]:
+        """The messages to supervise. Nobody asked for an answer that opens the conversation: it is context."""
+        check_roles(conversation.messages, lambda: self._template(conversation), self.name)
+        turns = [
+            index
+            for index, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and index >= max(conversation.first_supervised, 1)
+        ]
+        if not turns:
+            raise RowError("messages", "has no assistant turn after another message")
+        return turns
 
     def _prompts_and_texts(
         self, conversations: Sequence[tuple[Conversation, list[int]]]
@@ -233,18 +246,6 @@ class ChatEncoder(TextEncoder):
             answer = rendering.text[turn.start : end].lstrip()
             if not answer.startswith(message.get("content", "").strip()):
                 raise RowError(name, f"is rendered by {self.name} with a header, but it has no generation prompt")
-
-
-def _turns(conversation: Conversation) -> list[int]:
-    """The messages to supervise. Nobody asked for an answer that opens the conversation: it is context."""
-    turns = [
-        index
-        for index, message in enumerate(conversation.messages)
-        if message["role"] == "assistant" and index >= max(conversation.first_supervised, 1)
-    ]
-    if not turns:
-        raise RowError("messages", "has no assistant turn after another message")
-    return turns
 
 
 def _places(offsets: Sequence[tuple[int, int]], start: int = 0) -> Iterator[tuple[int, int]]:

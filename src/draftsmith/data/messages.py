@@ -2,7 +2,7 @@
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,14 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
     "observation": "tool",
+}
+# of the chat protocol, which templates render whether they name them or not
+PROTOCOL_ROLES = ("system", "developer", "user", "assistant", "tool")
+# what others call these
+MEANT_ROLES = ROLES | {
+    **{role: role for role in PROTOCOL_ROLES},
+    **dict.fromkeys(("ai", "bot", "chatbot", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function", "ipython"), "tool"),
 }
 # where datasets and templates keep what a model thinks before it answers
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -78,6 +86,24 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     if "tool_calls" in message:
         message["tool_calls"] = _tool_calls(message["tool_calls"], f"{name}.tool_calls")
     return message
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]], template: Callable[[], str], owner: str) -> None:
+    """Refuse roles that neither the chat protocol has nor a template, `owner`'s, names in quotes.
+
+    It would render them as they are, and a model would learn from turns that it is never served.
+
+    Raises:
+        RowError: the first such role.
+    """
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role in PROTOCOL_ROLES or any(f"{quote}{role}{quote}" in template() for quote in "'\""):
+            continue
+        meant = MEANT_ROLES.get(role.strip().lower())
+        known = f"not one of {', '.join(PROTOCOL_ROLES)}, and {owner} doesn't name it"
+        reason = f": did you mean `{meant}`?" if meant else f", {known}"
+        raise RowError(f"messages[{index}].role", f"is {role!r}{reason}")
 
 
 def _tool_calls(value: Any, name: str) -> list[dict[str, Any]]:

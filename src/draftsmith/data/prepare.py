@@ -24,7 +24,7 @@ from .loading import Source
 
 logger = logging.getLogger(__name__)
 
-CACHE_VERSION = 4  # raised whenever the same rows would be prepared differently
+CACHE_VERSION = 5  # raised whenever the same rows would be prepared differently
 SHOWN_ROWS = 20
 
 

@@ -11,6 +11,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 from .encoding import parse_json_row
 from .formats import RowError, read_messages
 from .loading import Source, load_sources
+from .messages import check_roles
 from .questions import question_column
 
 
@@ -115,6 +116,7 @@ def pad_prompts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[list[int]]) ->
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, template_kwargs: dict[str, Any]) -> list[int]:
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    check_roles(prompt, tokenizer.get_chat_template, f"the chat template of {tokenizer.name_or_path}")
     # A rendered chat already has its special tokens.
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **template_kwargs)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
