@@ -62,7 +62,7 @@ def test_a_finished_run_says_that_nothing_was_trained(tmp_path, flags, capsys):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--hub_license", "foo"], "`license` is 'foo'"),
+        (["--hub_license", "foo"], "`hub_license` is 'foo'"),
         (["--hub_model_id", "user/a/b"], "user/a/b"),
         (
             ["--draft", "LOCAL", "--peft_config", '{"peft_type": "LORA", "target_modules": ["fc"]}'],

@@ -64,6 +64,12 @@ def create_repository(request: Handler) -> None:
     request.answer_json({**url, "name": name, "id": name})
 
 
+@endpoint("GET", f"{REPOSITORY_PATH}/auth-check/write")
+def check_rights(request: Handler, kinds: str, name: str) -> None:
+    request.writable(KINDS[kinds], name)
+    request.answer_json({})
+
+
 @endpoint("DELETE", "/api/repos/delete")
 def delete_repository(request: Handler) -> None:
     kind, name = _named(request)

@@ -18,7 +18,13 @@ from draftsmith import Eagle3TrainingArguments
 from draftsmith.commands import main, train
 from draftsmith.commands.parsing import UsageError
 from draftsmith.trainer.callbacks import NonFiniteSteps
-from draftsmith.trainer.checkpoints import TrainingFault, damage_of, last_whole_checkpoint, rotate_checkpoints
+from draftsmith.trainer.checkpoints import (
+    TrainingFault,
+    damage_of,
+    files_moved_to,
+    last_whole_checkpoint,
+    rotate_checkpoints,
+)
 
 from . import common
 from .common import logged, make_rows, make_trainer, weights_of
@@ -425,3 +431,11 @@ def test_lack_of_memory_names_what_lowers_it(tmp_path, monkeypatch):
     message = str(error.value)
     assert "Tried to allocate 2.00 GiB" in message and "2 x 30 tokens, 24 of them supervised" in message
     assert "gradient_checkpointing" in message and "per_device_train_batch_size" in message and "offload" in message
+
+
+def test_directories_of_a_tokenizer_give_way_to_those_of_the_next_save(tmp_path):
+    for text in ("first", "second"):
+        with files_moved_to(tmp_path) as unfinished:
+            (unfinished / "additional_chat_templates").mkdir()
+            (unfinished / "additional_chat_templates" / f"{text}.jinja").write_text(text)
+    assert [path.name for path in (tmp_path / "additional_chat_templates").iterdir()] == ["second.jinja"]

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
 from transformers import set_seed
 from transformers.trainer_callback import TrainerCallback
 
@@ -22,6 +23,7 @@ from ..models.eagle3.adapters_eagle3 import is_adapter
 from ..target_family import embedding_weight
 from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from ..trainer.adapters import is_adapted, refuse_other_kind
+from ..trainer.arguments import in_our_fields
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
 from ..trainer.settings import refuse_other_settings, settings_of
 from . import leave_together
@@ -65,10 +67,11 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())
         trainer.save_record()
-    if args.push_to_hub:
-        push(trainer)
+    commit = push(trainer) if args.push_to_hub else None
     if trainer.is_world_process_zero():
         print(last_word(trainer, target_args), flush=True)
+    if commit is not None:
+        print(f"Pushed to {commit.repo_url}", flush=True)
     return trainer
 
 
@@ -109,7 +112,8 @@ def make_trainer(
     record = with_sources(trainer.record, target_args, draft_args, data_args, inputs.data, draft)
     trainer.record = inputs.of_cache(record)
     trainer.data_digest = inputs.data.digest
-    trainer.refuse_unnamed_models()
+    trainer.prepare_push()
+    trainer.push_follows = args.push_to_hub
     return trainer
 
 
@@ -134,17 +138,19 @@ def leave_stopped(trainer: Eagle3Trainer) -> NoReturn:
     sys.exit(status)
 
 
-def push(trainer: Eagle3Trainer) -> None:
+def push(trainer: Eagle3Trainer) -> CommitInfo | None:
     """Push what is saved, from one rank. Where that fails, every rank exits with status 1, and one says why."""
+    commit: Any = None
     failure: list[str | None] = [None]
     try:
-        trainer.push_to_hub(save=False)
+        commit = trainer.push_to_hub(save=False)
     except (HubError, ValueError) as error:
-        failure = [f"error: {error}"]
+        failure = [f"error: {in_our_fields(error)}"]
     broadcast_object_list(failure)
     if failure[0] is not None:
         leave_together()
         sys.exit(failure[0] if trainer.is_world_process_zero() else 1)
+    return commit
 
 
 def last_word(trainer: Eagle3Trainer, target_args: OptionalTargetArguments) -> str:

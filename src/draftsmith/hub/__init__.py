@@ -3,10 +3,10 @@
 from .card import keeps_edited_card, make_card, read_config
 from .failures import HubError
 from .files import CARD, LEFT_BY_TRAINING
-from .upload import check_push, full_name, hub_id, is_same_repository, push
+from .upload import check_push, full_name, hub_id, is_same_repository, open_repository, push
 
 
 __all__ = [
     "CARD", "LEFT_BY_TRAINING", "HubError", "check_push", "full_name", "hub_id", "is_same_repository",
-    "keeps_edited_card", "make_card", "push", "read_config",
+    "keeps_edited_card", "make_card", "open_repository", "push", "read_config",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from ..model_card.metadata import TOKEN, USER_INFO
 LOG_IN = "log in with `hf auth login`, set `HF_TOKEN`, or pass `token`"
 REMEDIES = {
     401: f"the token is not valid: {LOG_IN}",
-    403: "the token may not write there: use one with write access, or propose the head with `create_pr=True`",
+    403: "the token may not write there: use one with write access, or {otherwise}",
     404: "the repository or the revision does not exist, or is private and not yours: check both names, and whose "
     "token it is",
     409: "something else is changing the repository: wait until it is done",
@@ -20,6 +20,7 @@ REMEDIES = {
     413: "a file is too large: save the weights in smaller shards with `max_shard_size`",
     429: "these were too many requests: wait {wait}",
 }
+PROPOSE = "propose the head with `create_pr=True`"
 HUB_FAILED = "the Hub itself has failed: wait a little"
 
 
@@ -28,21 +29,28 @@ class HubError(RuntimeError):
 
 
 @contextmanager
-def explained(repo_id: str, token: str, again: str) -> Iterator[None]:
-    """Failures of the Hub's client, whose types are many, as `HubError`."""
+def explained(repo_id: str, token: str, again: str | None) -> Iterator[None]:
+    """Failures of the Hub's client, whose types are many, as `HubError`.
+
+    Args:
+        again: what pushes after a failure; None = nothing is pushed yet.
+    """
     try:
         yield
     except HubError:
         raise
     except Exception as error:
         _scrub(error, token)
+        if again is None:
+            reason = _reason(error, "name a repository of yours")
+            raise HubError(f"`{repo_id}` can't be pushed to: {reason}.") from error
         raise HubError(
-            f"The push to `{repo_id}` failed: {_reason(error)}. Nothing local was changed. Then push again with "
-            f"`{again}`; large files that have arrived are not sent again."
+            f"The push to `{repo_id}` failed: {_reason(error, PROPOSE)}. Nothing local was changed. Then push again "
+            f"with `{again}`; large files that have arrived are not sent again."
         ) from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, otherwise: str) -> str:
     causes = [error, *_causes(error)]
     answer = next((cause for cause in causes if isinstance(cause, HfHubHTTPError)), None)
     if answer is None:
@@ -52,7 +60,8 @@ def _reason(error: Exception) -> str:
     status, wait = answer.response.status_code, answer.response.headers.get("Retry-After")
     remedy = REMEDIES.get(status, HUB_FAILED if status >= 500 else "the Hub does not take it: see what it says")
     said = f" ({answer.server_message})" if answer.server_message else ""
-    return f"status {status}{said}, {remedy.format(wait=f'{wait} seconds' if wait else 'some minutes')}"
+    remedy = remedy.format(wait=f"{wait} seconds" if wait else "some minutes", otherwise=otherwise)
+    return f"status {status}{said}, {remedy}"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

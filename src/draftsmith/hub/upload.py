@@ -102,6 +102,30 @@ def push(
         )
 
 
+def open_repository(
+    repo_id: str, *, token: str | bool | None = None, private: bool | None = None, revision: str | None = None
+) -> str:
+    """Make sure, before there is anything to push, that the repository and its branch exist and can be written to.
+
+    Args:
+        repo_id, token, private, revision: as in [`push`].
+
+    Returns:
+        its full name.
+
+    Raises:
+        ValueError, HubError: as [`push`].
+    """
+    secret = check_push(repo_id, token)
+    _check_texts({"revision": revision}, secret)
+    with explained(repo_id, secret, again=None):
+        api = HfApi(token=secret, library_name="draftsmith")
+        repo_id = _prepared_repository(api, repo_id, private, revision)
+        if revision is None or not PULL_REQUEST.fullmatch(revision):
+            api.auth_check(repo_id, write=True)
+    return repo_id
+
+
 def check_push(repo_id: str, token: str | bool | None = None) -> str:
     """What can be known of a push before there is anything to push; returns the token.
 
@@ -145,7 +169,7 @@ def _check_texts(texts: Mapping[str, str | None], token: str) -> None:
             raise ValueError(f"`{name}` is {text!r}: pass some text, or leave it out.")
         if token in text or TOKEN.search(text) or USER_INFO.search(text):
             raise ValueError(f"`{name}` holds an access token, key or password, and would be published: take it out.")
-    path, revision = texts["path_in_repo"], texts["revision"]
+    path, revision = texts.get("path_in_repo"), texts.get("revision")
     if path is not None and (not {"", ".", ".."}.isdisjoint(path.split("/")) or "\\" in path):
         raise ValueError(f"`path_in_repo` is {path!r}: pass a directory within the repository, such as `heads/small`.")
     if revision is not None and not PULL_REQUEST.fullmatch(revision) and not BRANCH.fullmatch(revision):

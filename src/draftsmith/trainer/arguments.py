@@ -1,5 +1,6 @@
 """Training arguments: those of transformers, and how the head is unrolled and scored."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ from ..ops import OBJECTIVES
 
 
 LOSS_NORMALIZATIONS = ("token", "sequence")
+# Arguments of a push, and the fields that give them.
+PUSHED_BY = {
+    "repo_id": "hub_model_id", "token": "hub_token", "private": "hub_private_repo", "revision": "hub_revision",
+    "license": "hub_license",
+}  # fmt: skip
 
 
 @dataclass
@@ -187,9 +193,16 @@ def repository_of(args: Eagle3TrainingArguments) -> str:
 
 def refuse_unpublishable(args: Eagle3TrainingArguments) -> None:
     """What is known before training: the repository's name, the license, whether there is a token."""
-    if args.hub_license is not None:
-        License(args.hub_license)
     try:
+        if args.hub_license is not None:
+            License(args.hub_license)
         hub.check_push(repository_of(args), args.hub_token)
     except hub.HubError as error:
-        raise ValueError(f"`push_to_hub`: {error}") from error
+        raise ValueError(f"`push_to_hub`: {in_our_fields(error)}") from error
+    except ValueError as error:
+        raise ValueError(in_our_fields(error)) from error
+
+
+def in_our_fields(error: Exception) -> str:
+    """What is said of the arguments of a push, said of the fields that give them."""
+    return re.sub(rf"`({'|'.join(PUSHED_BY)})`", lambda match: f"`{PUSHED_BY[match[1]]}`", str(error))

@@ -45,6 +45,8 @@ def files_moved_to(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as unfinished:
         yield Path(unfinished)
         for path in Path(unfinished).iterdir():
+            if path.is_dir():  # as of a tokenizer with several templates
+                shutil.rmtree(directory / path.name, ignore_errors=True)
             path.replace(directory / path.name)
 
 

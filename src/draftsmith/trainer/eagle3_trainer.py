@@ -42,7 +42,7 @@ class Eagle3Trainer(PublishingTrainer):
         train_dataset, eval_dataset: rows as `draftsmith prepare` makes them: `input_ids`, `loss_mask`, and optionally
             `turn_ids` and `document_lengths`. Or with the target's states, as
             [`~draftsmith.data.hidden_states.HiddenStateRows`]: then the target is not run.
-        processing_class: the target's tokenizer, saved beside checkpoints; renders `eval_prompts`.
+        processing_class: the target's tokenizer, saved beside the head; renders `eval_prompts`.
         chat_template_kwargs: arguments of its template for them.
         peft_config: a peft method on layers of the head, such as `LoraConfig`: the adapter alone is trained and saved,
             and `lm_head` where `modules_to_save` names it.
@@ -231,8 +231,8 @@ class Eagle3Trainer(PublishingTrainer):
                 state_dict = head.state_dict() if state_dict is None else state_dict
                 served = {name: self._as_served(tensor) for name, tensor in state_dict.items()}
                 head.save_pretrained(unfinished, state_dict=served)
-        if self._saves_checkpoint and self.processing_class is not None:
-            self.processing_class.save_pretrained(directory)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(unfinished)
 
     def _as_served(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.target.model.dtype) if tensor.is_floating_point() else tensor

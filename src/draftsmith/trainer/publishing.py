@@ -11,20 +11,18 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from huggingface_hub import CommitInfo
 from transformers.trainer_utils import HubStrategy, TrainOutput
 
 from .. import hub
 from ..data.files import written_whole
 from ..model_card import RUN_FILE, License, RunRecord, check_card
-from ..model_card.run_record import HUB, MEMORY
-from ..target_family import base_model
 from .adapters import is_adapted
-from .arguments import Eagle3TrainingArguments, refuse_unpublishable, repository_of
+from .arguments import Eagle3TrainingArguments, in_our_fields, refuse_unpublishable, repository_of
 from .checkpoints import TrainingFault
-from .faults import FaultTolerantTrainer
-from .records import finished_record
-from .settings import RESUMED, SCHEDULE, refuse_other_settings, resumed_record, save_settings, settings_of
+from .records import finished_record, unnamed_models
+from .resuming import ResumingTrainer
 from .uploads import BackgroundPush, set_aside
 
 
@@ -35,20 +33,18 @@ HEAD = "head"
 STAGED = "_push-"  # what the name of a directory begins with whose files are on their way to the Hub
 
 
-class PublishingTrainer(FaultTolerantTrainer):
+class PublishingTrainer(ResumingTrainer):
     """Heads come with `run.json`; the Hub gets them, checked, by `push_to_hub` and as `hub_strategy` says.
 
     Attributes:
-        record: what is known of target and data; what the run itself finds out is added when it is saved.
-        data_digest: of the training data, if it is known.
         is_repeated: whether `train()` was given the last checkpoint of a finished run, and so trained nothing.
+        push_follows: whether the caller pushes after `train()`, and says then what the last step's push fails at, too.
     """
 
     def __init__(self, *, args: Eagle3TrainingArguments, **kwargs: Any):
-        self.record = RunRecord()
-        self.data_digest: str | None = None
-        self._changed: list[str] = []  # settings other than the checkpoint's
         self.is_repeated = False
+        self.push_follows = False
+        self._is_ready_to_push = False
         self._uploads = BackgroundPush()
         self._cut_by = 0  # the signal that ended a wait for a push
         self._makes_directory = not Path(args.output_dir or ".").exists()
@@ -57,7 +53,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         super().__init__(args=args, **kwargs)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        self.refuse_unnamed_models()
+        self.prepare_push()
         if self.args.should_save:
             with tempfile.TemporaryDirectory() as scratch:
                 self.finished_record().save(scratch)  # what it refuses is not found out at the end
@@ -66,8 +62,7 @@ class PublishingTrainer(FaultTolerantTrainer):
         self._cut_by = 0
         output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.resumed_from is not None and self.resumed_from.name == f"checkpoint-{self.state.global_step}":
-            if set(SCHEDULE).intersection(self._changed):
-                raise TrainingFault(f"{self.resumed_from} has more steps than {self._changed} ask for: ask for more.")
+            self.refuse_shorter_schedule()
             if self.is_world_process_zero():
                 logger.warning("%s is of a finished run: nothing was left to train.", self.resumed_from)
             self.is_repeated = True
@@ -75,45 +70,42 @@ class PublishingTrainer(FaultTolerantTrainer):
             self._stop.agree_after(self._cut_by, self.accelerator)
         return output
 
-    def refuse_unnamed_models(self) -> None:
-        """Raise `ValueError` if a push is asked for and its card could not name the models that belong to the head."""
-        target, base, refusal = self.record.target, self.record.draft, None
-        if not self.args.push_to_hub:
+    def prepare_push(self) -> None:
+        """Make the repository, if a push is asked for, before there is anything to push. Every rank must call it.
+
+        Raises:
+            ValueError: the card could not name the models that belong to the head, or the Hub does not let us push.
+        """
+        if not self.args.push_to_hub or self._is_ready_to_push:
             return
-        if target is None or target.kind == MEMORY:
-            refusal = (
-                "`push_to_hub`: the target has no name for the card: load it with `from_pretrained`, or say "
-                "`trainer.record.target = draftsmith.model_card.Source(<Hub id>)`."
-            )
-        elif is_adapted(self.model) and (base is None or base.kind != HUB):
-            refusal = (
-                "`push_to_hub`: the head that is adapted is not on the Hub, so its adapter could not be loaded from "
-                "there: push the head first, and adapt it by its id."
-            )
-        elif is_adapted(self.model) and base and hub.is_same_repository(repository_of(self.args), base.name):
-            refusal = f"`hub_model_id` {base.name} holds the head that is adapted: name another for its adapter."
+        refusal = unnamed_models(self.record, self.args, adapts=is_adapted(self.model)) or self._closed_repository()
         if refusal is not None:
             if self._makes_directory and self.args.should_save:
                 with suppress(OSError):  # it is not empty
                     Path(self.args.output_dir or ".").rmdir()
-            raise ValueError(refusal)
+            raise ValueError(f"`push_to_hub`: {refusal}")
+        self._is_ready_to_push = True
+
+    def _closed_repository(self) -> str | None:
+        """Why the repository can't be pushed to, on all ranks; the first asks."""
+        refusal: list[str | None] = [None]
+        if self.is_world_process_zero():
+            options = self._push_options("")
+            try:
+                self.hub_model_id = hub.open_repository(  # type: ignore[assignment]
+                    repository_of(self.args), **{name: options[name] for name in ("token", "private", "revision")}
+                )
+            except (hub.HubError, ValueError) as error:
+                refusal = [in_our_fields(error)]
+        broadcast_object_list(refusal)
+        return refusal[0]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         super().save_model(output_dir, True)  # transformers would push here, before there is a card
         if not _internal_call:
             self.save_record(output_dir)
         elif self.args.should_save and output_dir is not None:
-            save_settings(Path(output_dir), self.settings(), self.record.recipe.get(RESUMED, []))
-
-    def settings(self) -> dict[str, Any]:
-        """What decides the weights: [`settings_of`]."""
-        return settings_of(self.record, self.args, base_model(self.model).config, self.data_digest)  # type: ignore[arg-type]
-
-    def refuse_other_settings(self, checkpoint: Path, *, is_named: bool) -> None:
-        """Raise `ValueError` for settings that it was not trained with; the record says what may differ."""
-        warns = self.is_world_process_zero()
-        resumed, self._changed = refuse_other_settings(checkpoint, self.settings(), is_named=is_named, warns=warns)
-        self.record = resumed_record(self.record, resumed)
+            self.save_settings(output_dir)
 
     def save_record(self, output_dir: str | None = None) -> None:
         """Write `run.json`; that of a finished run stays as it is when the run is only repeated."""
@@ -280,7 +272,10 @@ class PublishingTrainer(FaultTolerantTrainer):
                 path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint
                 hub.push(staged / checkpoint, repo_id, **{**options, "only": "checkpoint", "path_in_repo": path})
         except (hub.HubError, ValueError, OSError) as error:
-            logger.error("Training goes on, but its head did not reach the Hub. %s", error)
+            is_last = self.state.global_step >= self.state.max_steps
+            if not (is_last and self.push_follows):
+                begin = "The head" if is_last else "Training goes on, but its head"
+                logger.error("%s did not reach the Hub. %s", begin, error)
         finally:
             shutil.rmtree(staged, ignore_errors=True)
 

@@ -4,10 +4,12 @@ from collections.abc import Sized
 from dataclasses import replace
 from typing import Any
 
+from ..hub import is_same_repository
 from ..model_card import License, RunRecord, Source, device_counts, library_versions, training_recipe
+from ..model_card.run_record import HUB, MEMORY
 from ..revisions import cached_commit, commit_of
 from ..target_family import base_model
-from .arguments import Eagle3TrainingArguments
+from .arguments import Eagle3TrainingArguments, repository_of
 from .callbacks import BestHead
 
 
@@ -31,6 +33,24 @@ def record_of(model: Any, target: Any, train_dataset: Any, eval_dataset: Any, se
         draft_vocab_size=head.config.draft_vocab_size,
         trained_parameters=sum(weight.numel() for weight in model.parameters() if weight.requires_grad),
     )
+
+
+def unnamed_models(record: RunRecord, args: Eagle3TrainingArguments, *, adapts: bool) -> str | None:
+    """Why a card could not name the models that belong to a head, or an adapter if it `adapts`; None if it could."""
+    target, base = record.target, record.draft
+    if target is None or target.kind == MEMORY:
+        return (
+            "the target has no name for the card: load it with `from_pretrained`, or say "
+            "`trainer.record.target = draftsmith.model_card.Source(<Hub id>)`."
+        )
+    if adapts and (base is None or base.kind != HUB):
+        return (
+            "the head that is adapted is not on the Hub, so its adapter could not be loaded from there: push the head "
+            "first, and adapt it by its id."
+        )
+    if adapts and base and is_same_repository(repository_of(args), base.name):
+        return f"`hub_model_id` {base.name} holds the head that is adapted: name another for its adapter."
+    return None
 
 
 def finished_record(
