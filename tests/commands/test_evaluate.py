@@ -7,7 +7,7 @@ import pytest
 from transformers import LlamaConfig
 
 from draftsmith import Eagle3DraftConfig
-from draftsmith.commands import evaluate
+from draftsmith.commands import evaluate, plan, prepare
 from draftsmith.commands.arguments import TargetArguments
 from draftsmith.commands.evaluation_report import Group
 from draftsmith.commands.parsing import UsageError
@@ -43,6 +43,37 @@ def test_wrong_arguments_are_refused_before_anything_is_read(flags, message, mon
     monkeypatch.setattr(evaluate, "read_prompts", None)
     with pytest.raises(UsageError, match=message):
         evaluate.main([*ASKED, *flags])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("nothere.jsonl", "^`prompts`: nothere.jsonl does not exist"),
+        ("gms8k", "^`prompts`: .*'gms8k' .*: did you mean `gsm8k`\\?"),
+        ("mt_bench", "^`prompts`: .*: go online, or pass a copy: `mt_bench=file.jsonl`"),
+        ("nobody/prompts", "^`prompts`: .*nobody/prompts.*: name a file, or go online"),
+        ("humaneval=p.jsonl", "p.jsonl, line 1: `prompt`.*; without `humaneval=` the file is read as it is"),
+    ],
+)
+def test_prompts_that_cannot_be_read(prompts, message, tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "p.jsonl").write_text('{"turns": ["What is it?"]}')
+    with pytest.raises(UsageError, match=message):
+        evaluate.main([*ASKED[:4], "--prompts", prompts])
+
+
+def test_a_target_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = (
+        r"^`target`: nobody/model is no directory and did not come from the Hub .*: name a directory, or go online"
+    )
+    data = ["--target", "nobody/model", "--dataset", "x.jsonl", "--output_dir", str(tmp_path / "data")]
+    with pytest.raises(UsageError, match=message):
+        prepare.main(data)
+    with pytest.raises(UsageError, match=message):
+        plan.main([*data[:2], "--gpu_memory", "80"])
 
 
 @pytest.mark.parametrize("suffix", [".md", ".png"])

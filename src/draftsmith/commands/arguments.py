@@ -1,6 +1,8 @@
 """Arguments that several commands share: which target, which head."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,22 @@ def check_local_path(name: str, value: str) -> None:
 
 def check_draft(draft: str) -> None:
     """Raise `ValueError` for a head, or adapter, that is not there, before anything large is loaded."""
-    try:
+    with naming_what_is_missing("draft", draft):
         is_head = is_adapter(draft) or cached_file(draft, CONFIG_NAME) is not None
+    if not is_head:
+        raise ValueError(
+            f"`draft`: {draft} has neither {CONFIG_NAME} nor {ADAPTER_CONFIG_NAME}: name a head, or an adapter of one."
+        )
+
+
+@contextmanager
+def naming_what_is_missing(name: str, value: str) -> Iterator[None]:
+    """What transformers raises for a model that it does not find, as `ValueError` that names the argument."""
+    try:
+        yield
     except OSError as error:
+        if Path(value).is_dir():
+            raise
         if isinstance(error.__cause__, RepositoryNotFoundError):
             reason = (
                 "is no directory, and the Hub has no such repository, or not for you: correct the name, or log in "
@@ -44,11 +59,7 @@ def check_draft(draft: str) -> None:
         else:
             said = str(error).partition("\n")[0].rstrip(".")
             reason = f"is no directory and did not come from the Hub ({said}): name a directory, or go online"
-        raise ValueError(f"`draft`: {draft} {reason}.") from error
-    if not is_head:
-        raise ValueError(
-            f"`draft`: {draft} has neither {CONFIG_NAME} nor {ADAPTER_CONFIG_NAME}: name a head, or an adapter of one."
-        )
+        raise ValueError(f"`{name}`: {value} {reason}.") from error
 
 
 def check_output(name: str, value: str, beside: tuple[str, ...] = ()) -> None:
@@ -97,7 +108,8 @@ class TargetArguments:
             raise ValueError(f"`target_dtype` is {self.target_dtype!r}: pass one of {', '.join(DTYPES)}.")
 
     def config(self) -> PreTrainedConfig:
-        config = AutoConfig.from_pretrained(self.target, **self._source())
+        with naming_what_is_missing("target", self.target):
+            config = AutoConfig.from_pretrained(self.target, **self._source())
         note_commit(config, self.target, self.target_revision)
         return config
 
@@ -115,7 +127,8 @@ class TargetArguments:
         check_placement(self.config(), tp_size, adapter=self.target_adapter, gguf_file=self.target_gguf_file)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        return AutoTokenizer.from_pretrained(self.target, **self._source())
+        with naming_what_is_missing("target", self.target):
+            return AutoTokenizer.from_pretrained(self.target, **self._source())
 
     def load(self, *, tp_size: int = 1) -> PreTrainedModel:
         return load_target(

@@ -1,11 +1,14 @@
 """Prompts to decode: rows of the kinds that are trained on, or well-known sets by name."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from datasets import Dataset
+from datasets.exceptions import DatasetNotFoundError
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from .encoding import parse_json_row
@@ -42,7 +45,7 @@ PRESETS = {
 
 
 def read_prompts(
-    datasets: Sequence[str | Dataset], *, config: str | None = None, split: str = "test"
+    datasets: Sequence[str | Dataset], *, config: str | None = None, split: str = "test", argument: str = "prompts"
 ) -> list[LabelledPrompt]:
     """The prompts of rows with `messages`, `conversations`, `turns` or `prompt`.
 
@@ -51,26 +54,46 @@ def read_prompts(
     Args:
         datasets: as in [`loading.load_sources`], or names of `PRESETS`; `<preset>=<file>` reads a local copy of one.
         config, split: of Hub datasets that are no presets.
+        argument: what errors call `datasets`.
 
     Raises:
-        ValueError: a row that holds no prompt, named with its file and row.
+        ValueError: a file or data set that can't be read, or a row that holds no prompt, named with its file and row.
     """
     prompts: list[LabelledPrompt] = []
     for dataset in datasets:
         name, _, path = dataset.partition("=") if isinstance(dataset, str) else ("", "", "")
         preset = PRESETS.get(name)
-        if preset is None:
-            sources = load_sources([dataset], config=config, split=split)
-        elif path:
-            sources = load_sources([path])
-        else:
-            sources = load_sources([preset.path], config=preset.config, split=preset.split)
+        with _named(argument, dataset):
+            if preset is None:
+                sources = load_sources([dataset], config=config, split=split)
+            elif path:
+                sources = load_sources([path])
+            else:
+                sources = load_sources([preset.path], config=preset.config, split=preset.split)
         for source in sources:
             label = Path(source.name).stem if preset is None else name
             prompts += _read_source(source, label, None if preset is None else preset.column)
     if not prompts:
-        raise ValueError(f"`prompts`: {', '.join(map(str, datasets))} holds no row.")
+        raise ValueError(f"`{argument}`: {', '.join(map(str, datasets))} holds no row.")
     return prompts
+
+
+@contextmanager
+def _named(argument: str, dataset: Any) -> Iterator[None]:
+    """What can't be read, by the name of the argument that asks for it, with what else could be given."""
+    try:
+        yield
+    except (ConnectionError, DatasetNotFoundError) as error:
+        remedy = "name a file, or go online"
+        if dataset in PRESETS:
+            remedy = f"go online, or pass a copy: `{dataset}=file.jsonl`"
+        elif near := get_close_matches(dataset, PRESETS, n=1):
+            remedy = f"did you mean `{near[0]}`?"
+        raise ValueError(f"`{argument}`: {str(error).rstrip('.')}: {remedy}") from error
+    except (OSError, ValueError) as error:
+        if not str(error).startswith("`dataset`"):
+            raise
+        raise ValueError(f"`{argument}`{str(error).removeprefix('`dataset`')}") from error
 
 
 def _read_source(source: Source, label: str, column: str | None) -> list[LabelledPrompt]:
@@ -82,7 +105,8 @@ def _read_source(source: Source, label: str, column: str | None) -> list[Labelle
             values = parse_json_row(row["text"]) if source.is_json else row
             content = _prompt(values) if column is None else _preset_prompt(values, column)
         except RowError as error:
-            raise ValueError(f"{source.locate(index)}: {error}") from error
+            hint = "" if column is None else f"; without `{label}=` the file is read as it is"
+            raise ValueError(f"{source.locate(index)}: {error}{hint}") from error
         category = values.get("category")
         prompts.append(LabelledPrompt(content, category if isinstance(category, str) and category else label))
     return prompts

@@ -259,7 +259,7 @@ def _decoded_acceptance(
     for name, value in (("eval_dataset", eval_dataset), ("processing_class", tokenizer)):
         if value is None:
             raise ValueError(f"`eval_prompts` are decoded when the model is evaluated, which needs `{name}`: pass it.")
-    prompts = read_prompts(args.eval_prompts or [])[: args.eval_num_prompts]
+    prompts = read_prompts(args.eval_prompts or [], argument="eval_prompts")[: args.eval_num_prompts]
     return DecodedAcceptance(
         [prompt_ids(tokenizer, prompt.content, chat_template_kwargs) for prompt in prompts],
         num_draft_tokens=args.eval_num_draft_tokens or args.ttt_steps,
