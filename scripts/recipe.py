@@ -14,6 +14,7 @@ torchrun --nproc_per_node 8 scripts/train.py --config runs/recipe/head_train.yam
 import argparse
 import gc
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -34,9 +35,18 @@ from draftsmith.commands.arguments import (
 from draftsmith.commands.card import CardArguments
 from draftsmith.commands.evaluate import EvaluateArguments
 from draftsmith.commands.generate_arguments import GenerateArguments
-from draftsmith.commands.parsing import UsageError, check_values, nearest, read_mapping, read_yaml
+from draftsmith.commands.parsing import (
+    UsageError,
+    check_values,
+    nearest,
+    parse,
+    read_mapping,
+    read_yaml,
+    usage_errors,
+)
 from draftsmith.data import DataArguments
 from draftsmith.data.files import written_whole
+from draftsmith.trainer.arguments import refuse_unpublishable
 
 
 SECTIONS: dict[str, tuple[type, ...]] = {  # the steps after the prompts, in their order
@@ -61,7 +71,8 @@ def read_recipe(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         name, is_given, text = override.partition("=")
         section, _, key = name.rpartition(".")
         if not is_given or section not in ("", *SECTIONS):
-            raise UsageError(f"`{override}`: pass key=value, or section.key=value of {', '.join(SECTIONS)}")
+            hint = f"; did you mean `{nearest(section, SECTIONS)}.{key}`?" if section and is_given else ""
+            raise UsageError(f"`{override}`: pass key=value, or section.key=value of {', '.join(SECTIONS)}{hint}")
         try:
             (recipe[section] if section else recipe)[key] = read_yaml(text)
         except yaml.YAMLError as error:
@@ -92,6 +103,39 @@ def settings_of(recipe: dict[str, Any], prompts: Path) -> dict[str, dict[str, An
     evaluate = target | evaluate | recipe["evaluate"]
     card = {"draft": head, "evaluation": [evaluate["output"]]} | recipe["card"]
     return {"generate": generate, "train": train, "evaluate": evaluate, "card": card}
+
+
+def check_settings(settings: dict[str, dict[str, Any]]) -> None:
+    """Raise `UsageError` for values that a command would refuse after those before it have run."""
+    head = Path(settings["train"]["output_dir"])
+    with tempfile.TemporaryDirectory() as scratch:
+        stand_in = Path(scratch)  # for a head that is yet to be trained
+        (stand_in / "config.json").touch()
+        if (head / "config.json").is_file():
+            stand_in = head
+        for step, types in SECTIONS.items():
+            values = settings[step] if step == "train" else _moved(settings[step], head, stand_in)
+            config = Path(scratch) / f"{step}.yaml"
+            write_settings(values, config)
+            try:
+                parts = parse(types, ["--config", str(config)])
+                for args in parts:
+                    if isinstance(args, Eagle3TrainingArguments) and args.push_to_hub:
+                        with usage_errors():
+                            refuse_unpublishable(args)
+            except UsageError as error:
+                raise UsageError(f"section `{step}`: {str(error).replace(str(stand_in), str(head))}") from error
+
+
+def _moved(value: Any, source: Path, to: Path) -> Any:
+    """`value` with the paths in it that lie in `source` as they would be in `to`."""
+    if isinstance(value, dict):
+        return {key: _moved(item, source, to) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, source, to) for item in value]
+    if isinstance(value, str) and Path(value).is_relative_to(source):
+        return str(to / Path(value).relative_to(source))
+    return value
 
 
 def run_step(step: str, settings: dict[str, Any], config: Path) -> None:
@@ -137,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         directory = Path(recipe["output_dir"])
         prompts = directory / "prompts"
         settings = settings_of(recipe, prompts)
+        check_settings(settings)
         configs = {step: directory / f"{recipe['head']}_{step}.yaml" for step in SECTIONS}
         for step, config in configs.items():
             write_settings(settings[step], config)

@@ -595,7 +595,7 @@ class TestCommand:
         ("flags", "message"),
         [
             (["--license", "foo"], "`license` is 'foo'"),
-            (["--license_name", "mine"], "add --license other"),
+            (["--license_name", "mine"], "belong to `license` other: give that"),
             (["--repo_id", "/data/head"], "`repo_id` is '/data/head'"),
             (["--repo_id", "head"], "pass `owner/name`"),
             (["--output", "/nowhere/README.md"], "`output`: the directory"),

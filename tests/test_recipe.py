@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from draftsmith.commands import train
 from draftsmith.commands.parsing import UsageError
@@ -220,7 +221,10 @@ def test_half_of_the_functions_are_asked_for_as_bare_code():
     [
         (["train.ttt_step=3"], "`train`: unknown key `ttt_step`; did you mean `ttt_steps`"),
         (["targe=x"], "unknown key `targe`; did you mean `target`"),
-        (["training.ttt_steps=3"], "section.key=value of generate, train, evaluate, card"),
+        (
+            ["training.ttt_steps=3"],
+            "section.key=value of generate, train, evaluate, card; did you mean `train.ttt_steps`",
+        ),
         (["train.ttt_steps=three"], "`ttt_steps` is 'three'"),
         (["train"], "pass key=value"),
         (["train=7"], "`train` is 7"),
@@ -234,6 +238,27 @@ def test_mistakes_are_named_before_anything_runs(overrides, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("card.repo_id=bad//name", "section `card`: `repo_id` is 'bad//name'"),
+        ("card.license=apach", "section `card`: `license` is 'apach'"),
+        ("evaluate.batch_size=0", "section `evaluate`: `batch_size` is 0"),
+        ("evaluate.output=/nowhere/x.json", "section `evaluate`: `output`: the directory of /nowhere/x.json"),
+        ("train.objective=kll", "section `train`: `objective` is 'kll'"),
+        ("train.hub_license=apach", "section `train`: `hub_license` is 'apach'"),
+        ("generate.top_p=2", "section `generate`: `top_p` is 2"),
+    ],
+)
+def test_values_of_all_steps_are_checked_before_the_first(override, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(recipe, "write_prompts", None)
+    flags = [str(RECIPE), f"output_dir={tmp_path / 'run'}", "train.use_cpu=true", "train.push_to_hub=true"]
+    with pytest.raises(SystemExit):
+        recipe.main([*flags, "train.hub_model_id=user/head", f"train.hub_token={'x' * 9}", override])
+    assert f"error: {message}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_values_lead_from_step_to_step():
     assert RECIPE.read_text().startswith("target: HuggingFaceTB/SmolLM2-135M-Instruct\n")
     overrides = ["target=/t", "target_gguf_file=x.gguf", "head=k3", "train.ttt_steps=3", "train.learning_rate=1e-4"]
@@ -245,6 +270,16 @@ def test_values_lead_from_step_to_step():
     assert settings["evaluate"]["draft"] == settings["card"]["draft"] == settings["train"]["output_dir"]
     assert settings["train"]["output_dir"].endswith("k3")
     assert settings["card"]["evaluation"] == [settings["evaluate"]["output"]]
+
+
+def test_prompts_of_ones_own_are_answered(tmp_path, target_dir, monkeypatch):
+    monkeypatch.setattr(recipe, "write_prompts", lambda directory: None)
+    (tmp_path / "mine.jsonl").write_text(lines([{"prompt": f"Say {n}."} for n in range(3)]))
+    run = tmp_path / "run"
+    flags = [f"target={target_dir}", f"output_dir={run}", f"generate.dataset=[{tmp_path / 'mine.jsonl'}]"]
+    recipe.main([str(RECIPE), *flags, "generate.max_new_tokens=4", "train.bf16=false", "--until", "generate"])
+    answered = Dataset.from_parquet(str(run / "answers" / "train.parquet"), cache_dir=str(tmp_path / "cache"))
+    assert [row["messages"][0]["content"] for row in answered] == ["Say 0.", "Say 1.", "Say 2."]
 
 
 def test_a_tiny_target_from_prompts_to_card(tmp_path, target_dir, capsys):

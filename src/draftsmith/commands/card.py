@@ -64,7 +64,7 @@ class CardArguments:
         if self.license is not None:
             License(self.license, self.license_name, self.license_link)
         elif self.license_name or self.license_link:
-            raise ValueError("`license_name` and `license_link` belong to `license` other: add --license other.")
+            raise ValueError("`license_name` and `license_link` belong to `license` other: give that, too.")
         check_output("output", str(self.card))
         stems = [Path(path).stem for path in self.evaluation]
         if len(set(stems)) < len(stems):
@@ -104,7 +104,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
         write_card(args, text)
     print(f"{args.card} describes {args.draft} and keeps the Hub's rules.")
     if license is None:
-        print("It names no license, so others can't know how they may use the head: add --license <identifier>.")
+        print(
+            "It names no license, so nobody knows how they may use the head: give it a `license`, such as apache-2.0."
+        )
     return args.card
 
 
