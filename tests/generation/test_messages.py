@@ -170,6 +170,39 @@ def test_a_run_that_leaves_nothing_to_train_on_fails(run, server, tmp_path):
     assert len(server[1].requests) == 2 and not (tmp_path / "out" / "train.parquet").exists()
 
 
+def test_answers_that_were_cut_are_dropped_or_kept_later_without_a_request(run, server, tmp_path):
+    server[1].finish_reason = "length"
+    rows = [{"turns": ["one", "two"]}, {"prompt": "x"}]
+    with pytest.raises(UsageError, match="by the same command with `cut_answers=keep`, which asks nothing again"):
+        run(rows, *flags(server))
+    counts = run(rows, *flags(server), "--cut_answers", "keep")
+    assert (counts.written, counts.cut) == (2, 2) and len(server[1].requests) == 2
+    kept = rows_of(tmp_path)
+    assert run(rows, *flags(server), "--cut_answers", "keep") is None
+    with pytest.raises(UsageError, match="none is left"):
+        run(rows, *flags(server), "--cut_answers", "drop")
+    assert run(rows, *flags(server), "--cut_answers", "keep").written == 2 and rows_of(tmp_path) == kept
+    assert len(server[1].requests) == 2
+    (tmp_path / "out" / ".journal.jsonl").unlink()
+    with pytest.raises(UsageError, match="`cut_answers` was 'keep' and is 'drop'. Go on"):
+        run(rows, *flags(server), "--cut_answers", "drop")
+
+
+def test_a_finished_run_without_cut_answers_is_the_same_with_any(run, server, tmp_path):
+    run([{"prompt": "x"}], *flags(server))
+    assert not (tmp_path / "out" / ".journal.jsonl").exists()
+    assert run([{"prompt": "x"}], *flags(server), "--cut_answers", "keep") is None
+
+
+@pytest.mark.parametrize(("cut", "says_so"), [(5, True), (4, False)])
+def test_a_run_of_mostly_cut_answers_says_so_early(cut, says_so, run, server, monkeypatch, caplog):
+    monkeypatch.setattr("draftsmith.commands.generate.EARLY", 8)
+    length = {"choices": [{"message": {"content": "It is"}, "finish_reason": "length"}]}
+    server[1].faults = {str(number): [length] for number in range(cut)}
+    run([{"prompt": str(number)} for number in range(8)], *flags(server))
+    assert ("5 of the first 8 conversations were cut at `max_new_tokens` 2048" in caplog.text) == says_so
+
+
 @pytest.mark.parametrize("given", ["run", "row"])
 def test_training_sees_the_prompts_that_were_answered(given, run, server, tmp_path, retemplate):
     retemplate(QWEN3)
@@ -204,7 +237,7 @@ def test_a_servers_text_is_kept_only_as_the_template_renders_it(
     rows = [{"prompt": "x"}] + [{"prompt": "ok", "chat_template_kwargs": {"enable_thinking": False}}]
     server[1].message = {"content": "Hm\n</think>\n\nok"} if template in (THINK_FIRST, R1) else {}
     if isinstance(expected, str):
-        with pytest.raises(UsageError, match=rf"1 rows got no answer(.|\n)*line 1: `messages\[1\]` .*{expected}"):
+        with pytest.raises(UsageError, match=rf"1 row got no answer(.|\n)*line 1: `messages\[1\]` .*{expected}"):
             run(rows, *flags(server))
         return
     counts = run(rows, *flags(server), "--cut_answers", "keep")
@@ -238,7 +271,7 @@ def test_what_no_one_can_train_on_is_named_and_left_out(message, finish_reason, 
     answer = {"choices": [{"message": {"role": "assistant", **message}, "finish_reason": finish_reason}]}
     server[1].faults = {"bad": [answer] * 2}
     rows = [{"turns": ["bad", "and then?"]}, {"prompt": "x"}]
-    with pytest.raises(UsageError, match=rf"1 rows got no answer(.|\n)*line 1: `messages\[1\].*{reason}"):
+    with pytest.raises(UsageError, match=rf"1 row got no answer(.|\n)*line 1: `messages\[1\].*{reason}"):
         run(rows, *flags(server))
     counts = run(rows, *flags(server), "--on_bad_row", "skip")
     assert (counts.written, counts.unanswered, counts.cut) == (1, 1, 0)

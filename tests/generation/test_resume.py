@@ -12,7 +12,7 @@ from datasets import load_dataset
 
 from draftsmith.commands import main
 from draftsmith.commands.parsing import UsageError
-from draftsmith.generation import Answered, Journal
+from draftsmith.generation import Answered, Journal, answer_all
 from tests.generation.chat_server import answer_to
 
 
@@ -157,14 +157,14 @@ def test_a_journal_that_lost_its_first_line_is_named(tmp_path):
 def test_a_damaged_line_costs_its_conversation(damage, run, server, tmp_path, caplog):
     server[1].faults = {"2": [400]}
     rows = [{"prompt": str(n)} for n in range(3)]
-    with pytest.raises(UsageError, match="1 rows got no answer"):
+    with pytest.raises(UsageError, match="1 row got no answer"):
         run(rows, *flags(server))
     lines = journal_of(tmp_path).read_bytes().splitlines(keepends=True)
     damaged = damage(lines[1])
     assert damaged != lines[1]
     journal_of(tmp_path).write_bytes(lines[0] + damaged + b"".join(lines[2:]))
     assert run(rows, *flags(server)).written == 3
-    assert f"1 lines of {journal_of(tmp_path)} are damaged (the first at byte {len(lines[0])})" in caplog.text
+    assert f"Damaged: 1 line of {journal_of(tmp_path)}, the first at byte {len(lines[0])}." in caplog.text
     assert list(load_dataset(str(tmp_path / "out"), split="train")["messages"]) == [expected(row) for row in rows]
     assert len(server[1].requests) == 3 + 2
 
@@ -193,13 +193,13 @@ def test_other_weights_are_another_target(finished, run, server, tmp_path, targe
     if finished:
         run(rows, *flags(server))
     else:
-        with pytest.raises(UsageError, match="1 rows got no answer"):
+        with pytest.raises(UsageError, match="1 row got no answer"):
             run(rows, *flags(server))
     weights = target_dir / "model.safetensors"
     before = weights.read_bytes()
     try:
         weights.write_bytes(before[:-4000] + bytes(4000))
-        with pytest.raises(UsageError, match="holds answers of other settings: `target` was .*'fingerprint'"):
+        with pytest.raises(UsageError, match=r"of other settings: `target.fingerprint` was '\w+' and is '\w+'\. Go"):
             run(rows, *flags(server))
     finally:
         weights.write_bytes(before)
@@ -209,12 +209,11 @@ def test_other_weights_are_another_target(finished, run, server, tmp_path, targe
 @pytest.mark.parametrize(
     ("changed", "name"),
     [
-        (["--temperature", "0.7"], "`sampling` was .*'temperature': 0.0.* and is .*'temperature': 0.7"),
-        (["--max_new_tokens", "7"], "`sampling`"),
+        (["--temperature", "0.7"], "`sampling.temperature` was 0.0 and is 0.7\\. Go"),
+        (["--max_new_tokens", "7"], "`sampling.max_new_tokens` was 2048 and is 7\\. Go"),
         (["--chat_template_kwargs", '{"a": 1}'], "`chat_template_kwargs` was {} and is {'a': 1}"),
-        (["--cut_answers", "keep"], "`cut_answers` was 'drop' and is 'keep'"),
         (["--served_model", "other"], "`served_model` was 'served' and is 'other'"),
-        (["--target_revision", "v2"], "`target` was .*'revision': None.* and is .*'revision': 'v2'"),
+        (["--target_revision", "v2"], "`target.revision` was None and is 'v2'\\. Go"),
     ],
 )
 @pytest.mark.parametrize("finished", [True, False])
@@ -253,9 +252,9 @@ def test_a_finished_directory_is_left_alone(run, server, tmp_path, capsys):
 
 def test_data_may_grow_but_not_change_under_an_unfinished_run(run, server, write_prompts):
     server[1].faults = {"b": [400]}
-    with pytest.raises(UsageError, match="1 rows got no answer"):
+    with pytest.raises(UsageError, match="1 row got no answer"):
         run([{"prompt": "a"}, {"prompt": "b"}], *flags(server))
-    with pytest.raises(UsageError, match="1 conversations that are answered in .* are not in it"):
+    with pytest.raises(UsageError, match="`dataset` lacks 1 conversation answered in "):
         run([{"prompt": "b"}], *flags(server))
     assert run([{"prompt": "new"}, {"prompt": "a"}, {"prompt": "b"}], *flags(server)).written == 3
     assert sorted(server[1].asked().values()) == [1, 1, 2]
@@ -277,3 +276,20 @@ def test_bad_rows_stop_before_anything_is_asked_or_are_skipped(run, server):
         run(rows, *flags(server))
     assert not server[1].requests
     assert run(rows, *flags(server), "--on_bad_row", "skip").written == 1
+
+
+def test_an_interrupt_says_how_far_the_run_came(server, write_prompts, tmp_path, target_dir, monkeypatch, capsys):
+    def interrupted(questions, indices, engine):
+        found = answer_all(questions, indices, engine)
+        yield from (next(found) for _ in range(3))
+        raise KeyboardInterrupt
+
+    command = ["generate", "--target", str(target_dir), "--dataset", write_prompts(ROWS[:20])]
+    command += ["--output_dir", str(tmp_path / "out"), *flags(server)]
+    with monkeypatch.context() as patched:
+        patched.setattr("draftsmith.commands.generate.answer_all", interrupted)
+        with pytest.raises(SystemExit, match="130"):
+            main(command)
+    assert capsys.readouterr().err.endswith("interrupted after 3 of 20 conversations: the same command goes on\n")
+    main(command)
+    assert "20 of 20 conversations" in capsys.readouterr().out

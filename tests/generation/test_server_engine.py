@@ -149,7 +149,7 @@ def test_no_more_requests_at_once_than_asked_for(run, server):
 def test_a_row_that_the_server_refuses_is_named_and_can_be_left_out(run, server, tmp_path):
     server[1].faults = {"1": [400] * 9}
     rows = [{"prompt": str(n)} for n in range(4)]
-    with pytest.raises(UsageError, match=r"1 rows got no answer \(3 did(.|\n)*line 2: `messages` is refused.*not now"):
+    with pytest.raises(UsageError, match=r"1 row got no answer \(3 did(.|\n)*line 2: `messages` is refused.*not now"):
         run(rows, *flags(server))
     assert not (tmp_path / "out" / "train.parquet").exists()
     counts = run(rows, *flags(server, "--on_bad_row", "skip"))

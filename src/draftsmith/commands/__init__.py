@@ -28,7 +28,8 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command; `argv` defaults to the process's arguments.
 
-    A usage error prints as `error: ...` and exits with status 2, without a traceback; so does Ctrl-C, with status 130.
+    A usage error prints as `error: ...` and exits with status 2, without a traceback; so does Ctrl-C, as
+    `interrupted ...`, with status 130.
     """
     command, *arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help"):
@@ -39,7 +40,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         print(__version__)
         return
-    # Imported here, since it brings in transformers, which `draftsmith --help` need not wait for.
     from draftsmith.commands.parsing import UsageError
 
     try:
@@ -52,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _wait_behind_first_rank()
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("interrupted", *interrupt.args, file=sys.stderr)  # with what a command says of how far it came
         sys.exit(130)
 
 

@@ -18,8 +18,10 @@ from ..data.formats import RowError
 from ..data.loading import load_sources
 from ..data.prepare import BadRowsError, listing
 from ..data.questions import QuestionSet
+from ..data.wording import counted
 from ..generation import (
     DATA_FILE,
+    DECIDED_LAST,
     JOURNAL_FILE,
     PROVENANCE_FILE,
     AnswerReader,
@@ -47,6 +49,11 @@ from .parsing import UsageError, parse, usage_errors
 logger = logging.getLogger(__name__)
 
 HOPELESS = 16  # rows without an answer, and none with one: the next ones will have none either
+EARLY = 50  # conversations, after which a run of mostly cut answers is said to be one
+MOSTLY_CUT = (
+    "%d of the first %d conversations were cut at `max_new_tokens` %d, and `cut_answers=drop` leaves cut answers out. "
+    "Stop and allow longer ones in another `output_dir`, or go on: `cut_answers` may still be changed at the end."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> Counts | None:
@@ -72,25 +79,47 @@ def main(argv: Sequence[str] | None = None) -> Counts | None:
         if len(journal.places) < len(questions):
             stack.enter_context(sigterm_raises())
             engine = stack.enter_context(closing(_engine(target_args, args, reader, sampling, server)))
-            _answer(questions, journal, engine, skip_failures=args.on_bad_row == "skip")
+            _answer(questions, journal, engine, args)
         with usage_errors():
+            (directory / PROVENANCE_FILE).unlink(missing_ok=True)  # it tells of what is written anew
             keep_cut, template_kwargs = args.cut_answers == "keep", args.chat_template_kwargs
             counts = write_dataset(directory, questions, journal, keep_cut=keep_cut, template_kwargs=template_kwargs)
         _write_provenance(directory, settings, questions, journal, counts)
-        journal.path.unlink()
+        if not counts.cut:  # else `cut_answers` may still be decided otherwise
+            journal.path.unlink()
     _print_summary(directory, counts)
     return counts
 
 
-def _answer(questions: QuestionSet, journal: Journal, engine: Engine, *, skip_failures: bool) -> None:
+def _answer(questions: QuestionSet, journal: Journal, engine: Engine, args: GenerateArguments) -> None:
     """Answer what the journal lacks.
 
     Raises:
-        UsageError: at the end, rows got no answer, unless `skip_failures`; at once, none gets any.
+        UsageError: at the end, rows got no answer, unless they are skipped; at once, none gets any.
+        KeyboardInterrupt: with how far it came.
     """
-    failures = []
+    failures: list[str] = []
+    try:
+        _answer_missing(questions, journal, engine, failures, args)
+    except KeyboardInterrupt as interrupt:
+        done, total = len(journal.places), counted(len(questions), "conversation")
+        raise KeyboardInterrupt(f"after {done:,} of {total}: the same command goes on") from interrupt
+    if failures and args.on_bad_row == "error":
+        raise UsageError(
+            f"{counted(len(failures), 'row')} got no answer ({len(journal.places)} did, and are kept; run the command "
+            f"again to try the others once more, or with `on_bad_row=skip` to leave them out):\n{listing(failures)}"
+        )
+    if failures:
+        logger.warning("Left out %s without an answer:\n%s", counted(len(failures), "row"), listing(failures))
+
+
+def _answer_missing(
+    questions: QuestionSet, journal: Journal, engine: Engine, failures: list[str], args: GenerateArguments
+) -> None:
+    """Fill the journal, and `failures` with the rows that got no answer."""
     missing = (index for index, key in enumerate(questions.keys) if key not in journal.places)
     earlier = journal.new_tokens
+    ends: list[bool] = []
     with tqdm(total=len(questions), initial=len(journal.places), unit="conversation") as progress:
         for index, answered in answer_all(questions, missing, engine):
             if isinstance(answered, RowError):
@@ -100,15 +129,11 @@ def _answer(questions: QuestionSet, journal: Journal, engine: Engine, *, skip_fa
                 continue
             journal.add(answered)
             progress.update()
+            ends.append(answered.finished)
+            if len(ends) == EARLY and 2 * sum(ends) < EARLY and args.cut_answers == "drop":
+                logger.warning(MOSTLY_CUT, EARLY - sum(ends), EARLY, args.max_new_tokens)
             rate = (journal.new_tokens - earlier) / max(progress.format_dict["elapsed"], 1e-9)
             progress.set_postfix_str(f"{rate:,.0f} tokens/s" + (f", {len(failures)} failed" if failures else ""))
-    if failures and not skip_failures:
-        raise UsageError(
-            f"{len(failures)} rows got no answer ({len(journal.places)} did, and are kept; run the command again to "
-            f"try the others once more, or with `on_bad_row=skip` to leave them out):\n{listing(failures)}"
-        )
-    if failures:
-        logger.warning("Left out %d rows that got no answer:\n%s", len(failures), listing(failures))
 
 
 def _engine(
@@ -149,7 +174,8 @@ def _questions(args: GenerateArguments) -> QuestionSet:
     if questions.errors and args.on_bad_row == "error":
         raise BadRowsError(questions.errors, len(questions))
     if questions.errors:
-        logger.warning("Skipped %d rows that can't be used:\n%s", len(questions.errors), listing(questions.errors))
+        rows = counted(len(questions.errors), "row")
+        logger.warning("Skipped %s that can't be used:\n%s", rows, listing(questions.errors))
     if not questions.keys:
         raise ValueError(f"`dataset`: {', '.join(args.dataset)} holds no row.")
     return questions
@@ -180,26 +206,32 @@ def _settings(
 
 
 def _is_finished(directory: Path, settings: dict[str, Any], questions: QuestionSet) -> bool:
-    """Whether the dataset is there, of these settings and these prompts; raises `ValueError` for any other."""
-    path, data = directory / PROVENANCE_FILE, directory / DATA_FILE
-    if not path.is_file() and data.exists() and not (directory / JOURNAL_FILE).exists():
+    """Whether the dataset is there, of these settings and these prompts; raises `ValueError` for any other.
+
+    With another `cut_answers` it is written anew from the journal, which is kept where answers were cut.
+    """
+    path, data, journal = (directory / name for name in (PROVENANCE_FILE, DATA_FILE, JOURNAL_FILE))
+    if not path.is_file() and data.exists() and not journal.exists():
         raise ValueError(f"`output_dir`: {directory} holds a {DATA_FILE} of something else: name another.")
     if not path.is_file() or not data.is_file():
         return False
     try:
         provenance = json.loads(path.read_text(encoding="utf-8"))
         before = provenance["settings"] | {"dataset": provenance["prompts"]["digest"]}
-        written = provenance["digest"]
+        written, cut = provenance["digest"], provenance["counts"]["cut"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"`output_dir`: {path} can't be read ({error!r}): remove it, or name another.") from error
-    refuse_other_settings(before, settings | {"dataset": _digest(questions)}, directory)
+    is_other_cut = cut > 0 and before.get("cut_answers") != settings["cut_answers"]
+    but_for = DECIDED_LAST if not cut or journal.exists() else ()  # then it decides nothing, or can be decided anew
+    refuse_other_settings(before, settings | {"dataset": _digest(questions)}, directory, but_for=but_for)
     if _digest_of(data) != written:
         raise ValueError(
             f"`output_dir`: {data} is damaged or changed, it is not what {path.name} tells of: remove both to answer "
             "anew, or name another."
         )
-    (directory / JOURNAL_FILE).unlink(missing_ok=True)  # of a run that was killed after its last file
-    return True
+    if not cut:
+        journal.unlink(missing_ok=True)  # of a run that was killed after its last file
+    return not is_other_cut
 
 
 def _digest_of(data: Path) -> str:
@@ -209,7 +241,7 @@ def _digest_of(data: Path) -> str:
 def _refuse_strangers(journal: Journal, questions: QuestionSet) -> None:
     if strangers := len(journal.places.keys() - set(questions.keys)):
         raise ValueError(
-            f"`dataset`: {strangers} conversations that are answered in {journal.path.parent} are not in it. Pass the "
+            f"`dataset` lacks {counted(strangers, 'conversation')} answered in {journal.path.parent}. Pass the "
             "dataset that the run began with, or name another `output_dir`."
         )
 
@@ -236,13 +268,16 @@ def _write_provenance(
 
 
 def _print_summary(directory: Path, counts: Counts) -> None:
-    print(f"{directory / DATA_FILE}: {counts.written:,} of {counts.rows:,} conversations, {counts.answers:,} answers")
+    rows, answers = counted(counts.rows, "conversation"), counted(counts.answers, "answer")
+    print(f"{directory / DATA_FILE}: {counts.written:,} of {rows}, {answers}")
     if counts.cut:
-        print(f"{counts.cut:,} conversations had an answer cut at `max_new_tokens`: `cut_answers` drops or keeps it")
+        cut = counted(counts.cut, "conversation")
+        print(f"{cut} had an answer cut at `max_new_tokens`: `cut_answers` drops or keeps it, also afterwards")
     if counts.unanswered:
-        print(f"{counts.unanswered:,} conversations are left out, without an answer to train on: see above")
+        print(f"{counted(counts.unanswered, 'conversation')} left out, without an answer to train on: see above")
     if counts.shortened:
-        print(f"{counts.shortened:,} conversations end early: after a cut, or before results of tool calls not made")
+        shortened = counted(counts.shortened, "conversation")
+        print(f"{shortened} ended early: after a cut, or before results of tool calls not made")
     print(f"Train on it with `draftsmith train --dataset {directory}`.")
 
 

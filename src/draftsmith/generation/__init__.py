@@ -1,7 +1,7 @@
 """Answers that a target writes to the prompts of a dataset, as a dataset to train on."""
 
 from .conversations import Answered, answer_all
-from .journal import Journal, refuse_other_settings
+from .journal import DECIDED_LAST, Journal, refuse_other_settings
 from .local import local_engine
 from .output import DATA_FILE, JOURNAL_FILE, PROVENANCE_FILE, Counts, write_dataset
 from .reasoning import AnswerReader
@@ -11,6 +11,7 @@ from .server import ServerEngine
 
 __all__ = [
     "DATA_FILE",
+    "DECIDED_LAST",
     "JOURNAL_FILE",
     "PROVENANCE_FILE",
     "AnswerReader",

@@ -3,16 +3,19 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from ..data.files import lock_for_one_run, naming_full_disks
+from ..data.wording import counted, differences
 from .conversations import Answered
 
 
 logger = logging.getLogger(__name__)
+
+DECIDED_LAST = {"cut_answers"}  # settings of what is written of the answers, which are the same with any
 
 
 class Journal:
@@ -23,7 +26,7 @@ class Journal:
 
     Args:
         path: the file, which is made if it is missing.
-        settings: what decides the answers.
+        settings: what decides the answers, and may hold `DECIDED_LAST`, too.
 
     Attributes:
         places: key of each conversation -> where its line begins, in bytes.
@@ -84,13 +87,13 @@ class Journal:
             if value is None:
                 damaged.append(place)
             elif place == 0:
-                refuse_other_settings(value["settings"], settings, self.path.parent)
+                refuse_other_settings(value["settings"], settings, self.path.parent, but_for=DECIDED_LAST)
             else:
                 self._count(Answered(**value), place)
             whole = place + len(line)
         if damaged:
-            reason = "%d lines of %s are damaged (the first at byte %d): their conversations are asked again."
-            logger.warning(reason, len(damaged), self.path, damaged[0])
+            reason = "Damaged: %s of %s, the first at byte %d. What they answered is asked again."
+            logger.warning(reason, counted(len(damaged), "line"), self.path, damaged[0])
         self._file.truncate(whole)
         return whole > 0
 
@@ -125,12 +128,13 @@ def _value(line: bytes, field: str) -> dict[str, Any] | None:
     return value if field in value and _line(value) == line else None
 
 
-def refuse_other_settings(before: dict[str, Any], now: dict[str, Any], directory: Path) -> None:
+def refuse_other_settings(
+    before: dict[str, Any], now: dict[str, Any], directory: Path, *, but_for: Collection[str] = ()
+) -> None:
     """Raise `ValueError`, naming what differs, for an output of other settings."""
-    names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    if names:
-        differences = ", ".join(f"`{name}` was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+    differing = [found for found in differences(before, now) if found[0] not in but_for]
+    if found := [f"`{name}` was {first!r} and is {second!r}" for name, first, second in differing]:
         raise ValueError(
-            f"`output_dir`: {directory} holds answers of other settings: {differences}. Go on with the "
+            f"`output_dir`: {directory} holds answers of other settings: {', '.join(found)}. Go on with the "
             "former, or name another directory."
         )

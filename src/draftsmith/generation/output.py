@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 
 from ..data.files import written_whole
 from ..data.questions import QuestionSet
+from ..data.wording import counted
 from .conversations import whole_messages
 from .journal import Journal
 
@@ -64,10 +65,11 @@ def write_dataset(
                 rows = []
         writer.write_table(pa.Table.from_pylist(rows, columns))
         if not counts.written:
+            asked = counted(counts.rows, "conversation")
             raise ValueError(
-                f"`dataset`: of {counts.rows:,} conversations none is left to train on: {counts.unanswered:,} got no "
-                f"answer, {counts.cut:,} were cut at `max_new_tokens`. Allow longer answers, or keep cut ones "
-                "(`cut_answers=keep`), in another `output_dir`."
+                f"`dataset`: of {asked} none is left to train on: {counts.unanswered:,} got no answer, {counts.cut:,} "
+                "were cut at `max_new_tokens`. Keep cut ones, by the same command with `cut_answers=keep`, which asks "
+                "nothing again, or allow longer answers in another `output_dir`."
             )
     return counts
 

@@ -7,12 +7,13 @@ have one of themselves.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ..files import file_digest, written_whole
+from ..wording import differences
 
 
 FORMAT = 2  # raised whenever caches are written that an earlier reader would misread
@@ -103,20 +104,8 @@ class Manifest:
     def differences(self, other: "Manifest") -> list[str]:
         """The fields in which two caches differ, with both values, but for what is known when they are finished."""
         names = [item.name for item in fields(self) if item.name != "files"]
-        ours, theirs = (dict(_leaves({name: asdict(cache)[name] for name in names})) for cache in (self, other))
-        return [
-            f"{name}: {ours.get(name)!r}, not {theirs.get(name)!r}"
-            for name in dict.fromkeys([*ours, *theirs])
-            if ours.get(name) != theirs.get(name)
-        ]
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        ours, theirs = ({name: asdict(cache)[name] for name in names} for cache in (self, other))
+        return [f"{name}: {our!r}, not {their!r}" for name, our, their in differences(ours, theirs)]
 
 
 def _checksum(values: Mapping[str, Any]) -> str:
