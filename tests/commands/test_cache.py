@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith import Eagle3DraftModel, Eagle3Trainer, Eagle3TrainingArguments
 from draftsmith.cached_target import CachedTarget
-from draftsmith.commands import cache, train
+from draftsmith.commands import cache, main, train
 from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
@@ -310,7 +310,33 @@ def test_run_again_a_cache_is_as_it_was_written(damage, is_finished, copied, sta
     assert contents(copied) == contents(states / "packed")
     assert kept == {name: (copied / name).stat().st_mtime_ns for name in kept}
     cache.main(["--verify", "true", "--output_dir", str(copied)])
-    assert "all 9 files are as they were written" in capsys.readouterr().out
+    assert "all of its 9 files as written" in capsys.readouterr().out
+
+
+def test_run_again_with_nothing_to_do_it_says_so(copied, bf16_target, data, capsys):
+    again = ["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)]
+    cache.main(again)
+    said = capsys.readouterr().out
+    assert f"{copied} holds all of it already: 0.00" in said and "Predicted" not in said and "ritten" not in said
+    shard_of(copied).unlink()
+    cache.main(again)
+    said = capsys.readouterr().out
+    assert "Predicted: " in said and "Written: 0.00" in said and "already" not in said
+    shard_of(copied).write_bytes(flipped(shard_of(copied).read_bytes()))
+    with pytest.raises(SystemExit, match="the content of 1 file is not what was written"):
+        cache.main(["--verify", "true", "--output_dir", str(copied)])
+
+
+def test_an_interrupt_says_how_far_the_cache_came(copied, bf16_target, data, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    shard_of(copied).unlink()
+    monkeypatch.setattr(CacheWriter, "write", interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        main(["cache", "--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+    expected = "interrupted after 0 of 1 shard to write: the same command goes on\n"
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_of_two_shards_for_the_same_rows_neither_is_trusted(copied, states, bf16_target, data):

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from ..cached_target import ends_size
 from ..data import DataArguments, DraftCollator, prepare_datasets
 from ..data.hidden_states import CacheWriter, HiddenStateCache, NeededRows, refuse_another_run, stored_size
+from ..data.wording import counted
 from ..models.eagle3.configuration_eagle3 import resolve_aux_layer_ids
 from ..serving.servers import ServerError
 from ..target import FrozenTarget, TargetStates
@@ -121,7 +122,8 @@ def write(
         forward = _forward_of(target, ranks.device)
         if ranks.is_main_process:
             beside = writer.size_beside_states(rows, ends_size(target))
-            _check_space(writer, beside + _predicted_size(writer, rows, states, missing, forward))
+            if not (is_complete := not missing and not beside):
+                _check_space(writer, beside + _predicted_size(writer, rows, states, missing, forward))
             writer.write_beside_states(rows, lambda directory: save_target(target, tokenizer, directory))
     ranks.wait_for_everyone()
     own = missing[ranks.process_index :: ranks.num_processes]
@@ -129,11 +131,15 @@ def write(
         _write(writer, rows, own, forward, args.batch_size, is_shown=ranks.is_main_process)
     except ServerError as error:
         raise UsageError(f"{error}\nWhat is written is kept: the same command goes on from there.") from error
+    except KeyboardInterrupt as interrupt:
+        done, shards = len(own) - sum(shard in own for shard in writer.missing()), counted(len(own), "shard")
+        raise KeyboardInterrupt(f"after {done:,} of {shards} to write: the same command goes on") from interrupt
     ranks.wait_for_everyone()
     if ranks.is_main_process:
         with usage_errors():
             size = writer.finish()
-        print(f"{size / GIB:.4g} GiB written. Train with `draftsmith train --hidden_states {args.output_dir}`.")
+        done = f"{args.output_dir} holds all of it already:" if is_complete else "Written:"
+        print(f"{done} {size / GIB:.4g} GiB. Train with `draftsmith train --hidden_states {args.output_dir}`.")
 
 
 def _loaded_target(target_args: OptionalTargetArguments, args: CacheArguments, device: torch.device) -> FrozenTarget:
@@ -152,10 +158,10 @@ def verify(directory: str) -> None:
     if damaged := [name for name, is_damaged in checked if is_damaged]:
         listing = "\n".join(f"  {name}" for name in damaged)
         sys.exit(
-            f"error: {directory}: the content of {len(damaged)} files is not what was written:\n{listing}\n"
-            "Run `draftsmith cache` as it was run before: it writes these anew."
+            f"error: {directory}: the content of {counted(len(damaged), 'file')} is not what was written:\n{listing}\n"
+            "Run `draftsmith cache` as it was run before: what is damaged is written anew."
         )
-    print(f"{directory}: all {len(cache.manifest.files)} files are as they were written.")
+    print(f"{directory}: all of its {counted(len(cache.manifest.files), 'file')} as written.")
 
 
 def _forward_of(target: Any, device: torch.device) -> Forward:

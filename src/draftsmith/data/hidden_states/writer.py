@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 from ... import alignment
 from ..collator import DraftCollator
 from ..files import PART, FullDiskError, lock_for_one_run, synchronize, written_whole
+from ..wording import counted
 from .coding import Arrays, encode_bfloat16, encode_float8
 from .manifest import INDEX, TARGET, UNFINISHED, Manifest, Split, digest_of
 
@@ -228,8 +229,8 @@ class CacheWriter:
         """
         if missing := self.missing():
             raise ValueError(
-                f"`output_dir`: {len(missing)} shards are written, but not in {self.directory} of the first rank: all "
-                "ranks must write to one disk."
+                f"`output_dir`: {counted(len(missing), 'shard')} written, but not in {self.directory} of the first "
+                "rank: all ranks must write to one disk."
             )
         for leftover in self.directory.glob(f"{PART}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
