@@ -23,7 +23,7 @@ from draftsmith.commands import cache, main, train
 from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
-from draftsmith.data.hidden_states import CacheWriter, DamagedShard, HiddenStateCache
+from draftsmith.data.hidden_states import CacheWriter, DamagedShard, HiddenStateCache, HiddenStateRows
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
 from tests.trainer.ranks import TORCHRUN, launch
@@ -337,6 +337,14 @@ def test_an_interrupt_says_how_far_the_cache_came(copied, bf16_target, data, mon
         main(["cache", "--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
     expected = "interrupted after 0 of 1 shard to write: the same command goes on\n"
     assert capsys.readouterr().err.endswith(expected)
+
+
+def test_states_that_are_not_finite_name_the_check_of_the_cache(copied, tmp_path, monkeypatch, caplog):
+    states = HiddenStateRows._states
+    monkeypatch.setattr(HiddenStateRows, "_states", lambda *given: states(*given) * torch.nan)
+    flags = ["--hidden_states", str(copied), *RUN, "--output_dir", str(tmp_path / "head")]
+    train.main([*flags, "--max_steps", "1"])
+    assert f"`draftsmith cache --verify true --output_dir {copied}` tells" in caplog.text
 
 
 def test_of_two_shards_for_the_same_rows_neither_is_trusted(copied, states, bf16_target, data):

@@ -159,8 +159,8 @@ class NonFiniteSteps:
             raise TrainingFault(
                 f"{in_row} steps in a row had a loss or gradients that are not finite "
                 "(`max_nan_steps`); none of them changed the weights. Look for infinities in the target's states on "
-                "the data of these steps; if the loss grew before, resume from an earlier checkpoint with a lower "
-                "`learning_rate`."
+                "the data of these steps (those of a cache are checked by `draftsmith cache --verify true`); if the "
+                "loss grew before, resume from an earlier checkpoint with a lower `learning_rate`."
             )
 
     def pop_count(self) -> int:

@@ -24,7 +24,7 @@ from .decoding import DecodedAcceptance
 from .metrics import MetricSums, draft_metrics
 from .publishing import PublishingTrainer
 from .records import record_of
-from .target_states import TargetStateSource, refuse_states_of_other_layers, refuse_without_layers
+from .target_states import TargetStateSource, refuse_states_of_other_layers, refuse_without_layers, verification_of
 
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,8 @@ class Eagle3Trainer(PublishingTrainer):
                 warn(f"{empty:.0f} micro-batches since the last log had no supervised row in their whole step.")
             if skipped := self._non_finite.pop_count():
                 logs["nan_steps"] = skipped
-                warn(f"{skipped} steps since the last log had a loss or gradients that are not finite.")
+                hint = verification_of(self.train_dataset)
+                warn(f"{skipped} steps since the last log had a loss or gradients that are not finite.{hint}")
         super().log(logs, start_time)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):

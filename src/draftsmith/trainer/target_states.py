@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..cached_target import CachedTarget
 from ..data import STATE_COLUMNS
+from ..data.hidden_states import HiddenStateRows
 from ..ops.transfer import to_device
 from ..target import FrozenTarget
 from .arguments import Eagle3TrainingArguments
@@ -54,6 +55,13 @@ def refuse_states_of_other_layers(rows: Any, aux_layer_ids: list[int]) -> None:
             f"The head fuses the states of layers {aux_layer_ids}, but the rows of the cache have those of {cached}: "
             f"write one with `--aux_layer_ids {' '.join(map(str, aux_layer_ids))}`."
         )
+
+
+def verification_of(rows: Any) -> str:
+    """What to say of states that are not finite: a cache's are not compared with their checksums in training."""
+    if not isinstance(rows, HiddenStateRows):
+        return ""
+    return f" The cache may be damaged: `draftsmith cache --verify true --output_dir {rows.directory}` tells."
 
 
 def _computed(target: FrozenTarget, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
