@@ -76,6 +76,15 @@ def test_wrong_arguments_name_the_remedy(target, flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("gpu_memory", "is_bounded"), [("24", True), ("0.0001", False)])
+def test_rows_longer_than_the_positions_of_the_target_are_said_to_be_of_several_documents(
+    target, gpu_memory, is_bounded, capsys
+):
+    report = plan.main(["--target", target, "--gpu_memory", gpu_memory, "--row_length", "1024"])
+    said = "The target has 2,048 positions: rows may be longer, but no document in them."
+    assert report["positions"] == 2048 and (said in capsys.readouterr().out) == is_bounded
+
+
 @pytest.mark.parametrize("command", ["plan", "profile"])
 @pytest.mark.parametrize("family", [MambaConfig, T5Config, BartConfig])
 def test_families_without_a_head_are_named(command, family, tmp_path, capsys):

@@ -85,8 +85,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if target_args.target_adapter is not None:
             raise ValueError("`target_adapter`: the weights of an adapter are not counted: leave it out.")
         dtype = target_args.target_dtype
-        target, head = shapes(target_args.config(), draft_args, args.draft_vocab_size, target_dtype=dtype)
+        config = target_args.config()
+        target, head = shapes(config, draft_args, args.draft_vocab_size, target_dtype=dtype)
     report = make_report(target, head, args.setup(), memory)
+    report["positions"] = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     print(render(report))
     if args.output is not None:
         write_json(report, Path(args.output))
@@ -223,6 +225,9 @@ def render(report: dict[str, Any]) -> str:
     for name, option in report["options"].items():
         fits = "yes" if option["fits"] else "no"
         lines.append(f"{name:<50}{_gib(option['peak'])}{fits:>6}{option['longest_context']:>13,}")
+    positions, longest = report.get("positions"), [option["longest_context"] for option in report["options"].values()]
+    if positions and max(report["setup"]["tokens"], *longest) > positions:
+        lines += ["", f"The target has {positions:,} positions: rows may be longer, but no document in them."]
     return "\n".join(lines)
 
 
