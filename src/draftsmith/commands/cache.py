@@ -138,8 +138,8 @@ def write(
     if ranks.is_main_process:
         with usage_errors():
             size = writer.finish()
-        done = f"{args.output_dir} holds all of it already:" if is_complete else "Written:"
-        print(f"{done} {size / GIB:.4g} GiB. Train with `draftsmith train --hidden_states {args.output_dir}`.")
+        said = f"{args.output_dir} holds all of it already:" if is_complete else "Written:"
+        print(f"{said} {size / GIB:.4g} GiB. Train with `draftsmith train --hidden_states {args.output_dir}`.")
 
 
 def _loaded_target(target_args: OptionalTargetArguments, args: CacheArguments, device: torch.device) -> FrozenTarget:
