@@ -127,7 +127,7 @@ def test_prepare_prints_and_writes(tmp_path, tokenizer, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and r"Hello\x1b[2J" in printed and "[[one <b>two</b><|im_end|>]]" in printed
     assert (
-        "train: 3 rows read, 0 unusable, 0 without an answer, 1 duplicates left out, 0 documents truncated" in printed
+        "train: 3 rows read, 0 unusable, 0 without an answer, 1 duplicate left out, 0 documents truncated" in printed
     )
     page = Page((tmp_path / "out/inspect.html").read_text())
     assert "b" not in page.tags and len(page.tokens) > 20

@@ -309,7 +309,7 @@ def test_truncation_that_removes_every_answer(prepare, tokenizer, write_jsonl, c
     rows = conversations(4)
     rows[2]["messages"][0]["content"] = "Hello " * 100
     result = prepare(write_jsonl(rows), tokenizer, max_length=60)
-    assert "train.jsonl, line 3" in caplog.text and "Left out 1 rows" in caplog.text
+    assert "train.jsonl, line 3" in caplog.text and "Left out 1 row without" in caplog.text
     assert result.reports["train"].truncated == sum(length == 60 for length in result.train["length"])
     del rows[2]
     assert list(result.train) == list(prepare(write_jsonl(rows, "three.jsonl"), tokenizer, max_length=60).train)

@@ -207,7 +207,7 @@ def test_bad_row_is_named_and_the_good_ones_are_kept(row, reason, prepare, token
     with pytest.raises(BadRowsError) as error:
         prepare(name, tokenizer)
     assert f"{name}, line 7: " in str(error.value) and reason in str(error.value)
-    assert "1 rows can't be used (6 documents can" in str(error.value)
+    assert "1 row can't be used (6 documents can" in str(error.value)
     result = prepare(name, tokenizer, on_bad_row="skip")
     assert texts(result.train, tokenizer) == ["one"] * 5 + ["two"]
     assert [entry for entry in result.reports["train"].errors if reason in entry]

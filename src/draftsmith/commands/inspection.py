@@ -13,6 +13,8 @@ import numpy as np
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from ..data.wording import counted
+
 
 COLOURS = ("\x1b[30;42m", "\x1b[30;46m")  # black on green and on cyan, for turns in turn
 PLAIN = "\x1b[0m"
@@ -124,7 +126,8 @@ def _span(token: Token) -> str:
 
 def _summary(name: str, tokens: Sequence[Token]) -> str:
     supervised = [token.turn for token in tokens if token.turn >= 0]
-    return f"{name}: {len(tokens)} tokens, {len(supervised)} supervised in {len(set(supervised))} turns"
+    turns = counted(len(set(supervised)), "turn")
+    return f"{name}: {counted(len(tokens), 'token')}, {len(supervised):,} supervised in {turns}"
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:

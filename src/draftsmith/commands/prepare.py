@@ -21,6 +21,7 @@ from ..data import (
     write_prepared,
 )
 from ..data.files import write_json, written_whole
+from ..data.wording import counted
 from .arguments import TargetArguments
 from .inspection import read_tokens, sample, to_html, to_terminal
 from .parsing import parse, usage_errors
@@ -100,16 +101,16 @@ def _report(documents: PreparedDocuments, statistics: dict[str, DatasetStatistic
 def _account(name: str, report: Report, deduplicate: bool) -> str:
     share = report.truncated / sum(report.documents)
     return (
-        f"{name}: {report.rows:,} rows read, {len(report.errors):,} unusable, {len(report.unsupervised):,} without an "
-        f"answer, {report.duplicates:,} duplicates {'left out' if deduplicate else 'kept'}, "
-        f"{report.truncated:,} documents truncated ({share:.1%})"
+        f"{name}: {counted(report.rows, 'row')} read, {len(report.errors):,} unusable, {len(report.unsupervised):,} "
+        f"without an answer, {counted(report.duplicates, 'duplicate')} {'left out' if deduplicate else 'kept'}, "
+        f"{counted(report.truncated, 'document')} truncated ({share:.1%})"
     )
 
 
 def _overview(name: str, numbers: DatasetStatistics) -> str:
     lines = [
-        f"{name}: {numbers.documents:,} documents, {numbers.tokens:,} tokens, "
-        f"{numbers.supervised_share:.1%} supervised, {numbers.turns:,} turns"
+        f"{name}: {counted(numbers.documents, 'document')}, {counted(numbers.tokens, 'token')}, "
+        f"{numbers.supervised_share:.1%} supervised, {counted(numbers.turns, 'turn')}"
     ]
     described = {
         "tokens": numbers.lengths,

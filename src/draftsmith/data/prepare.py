@@ -20,6 +20,7 @@ from .encoding import FEATURES, IDENTITY, ROW_FEATURES, EncodingArguments, RowEn
 from .entries import cached_dataset
 from .formats import COLUMNS, RowError
 from .loading import Source
+from .wording import counted
 
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,8 @@ class BadRowsError(ValueError):
     def __init__(self, rows: list[str], good: int):
         self.rows = rows
         super().__init__(
-            f"{len(rows)} rows can't be used ({good} documents can; `on_bad_row=skip` keeps those):\n{listing(rows)}"
+            f"{counted(len(rows), 'row')} can't be used ({counted(good, 'document')} can; `on_bad_row=skip` keeps "
+            f"those):\n{listing(rows)}"
         )
 
 
@@ -104,11 +106,11 @@ def prepare_sources(
     if total.errors and on_bad_row == "error":
         raise BadRowsError(total.errors, len(documents))
     if total.errors:
-        logger.warning("Skipped %d rows that can't be used:\n%s", len(total.errors), listing(total.errors))
+        logger.warning("Skipped %s that can't be used:\n%s", counted(len(total.errors), "row"), listing(total.errors))
     if total.unsupervised:
         logger.warning(
-            "Left out %d rows without an answer of two tokens within `max_length`=%s:\n%s",
-            len(total.unsupervised), arguments.max_length, listing(total.unsupervised),
+            "Left out %s without an answer of two tokens within `max_length`=%s:\n%s",
+            counted(len(total.unsupervised), "row"), arguments.max_length, listing(total.unsupervised),
         )  # fmt: skip
     if len(documents) == 0:
         raise ValueError(
