@@ -258,10 +258,11 @@ class PublishingTrainer(ResumingTrainer):
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         options = self._push_options(f"Training in progress, step {self.state.global_step}")
         options["again"] = self._push_at_the_end
-        push = partial(self._upload, staged, Path(checkpoint_folder).name, options)
+        is_last = self.state.global_step >= self.state.max_steps  # asked now: training goes on beside the push
+        push = partial(self._upload, staged, Path(checkpoint_folder).name, options, is_last=is_last)
         self._uploads.start(push, outlives=False)
 
-    def _upload(self, staged: Path, checkpoint: str, options: dict[str, Any]) -> None:
+    def _upload(self, staged: Path, checkpoint: str, options: dict[str, Any], *, is_last: bool) -> None:
         """A push that fails is reported and does not end the run: the next one, or the last, brings what it lacked."""
         strategy = self.args.hub_strategy
         try:
@@ -272,7 +273,6 @@ class PublishingTrainer(ResumingTrainer):
                 path = "last-checkpoint" if strategy == HubStrategy.CHECKPOINT else checkpoint
                 hub.push(staged / checkpoint, repo_id, **{**options, "only": "checkpoint", "path_in_repo": path})
         except (hub.HubError, ValueError, OSError) as error:
-            is_last = self.state.global_step >= self.state.max_steps
             if not (is_last and self.push_follows):
                 begin = "The head" if is_last else "Training goes on, but its head"
                 logger.error("%s did not reach the Hub. %s", begin, error)
