@@ -20,7 +20,7 @@ def pushing(flags, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--hub_model_id", "someone/head"], r"status 403 .*, may not write there: .* a repository of yours"),
+        (["--hub_model_id", "someone/head"], r"status 403 .* may not write there: .* a repository of yours"),
         (["--hub_model_id", "user/other", "--hub_token", STRANGER_TOKEN], r"status 403 .*no write permission"),
         (["--hub_model_id", "user/head", "--hub_token", "hf_" + "x" * 34], "status 401 .*or pass `hub_token`"),
         (["--hub_model_id", "user/other", "--hub_private_repo", "true"], "`hub_private_repo` is asked for, but"),
