@@ -83,6 +83,8 @@ def read_recipe(path: str, overrides: Sequence[str]) -> dict[str, Any]:
         if not isinstance(recipe[section], dict):
             raise UsageError(f"{path}: `{section}` is {recipe[section]!r}, not a section of `key: value` lines")
         check_values(types, recipe[section], f"{path}, section `{section}`")
+    if "hub_token" in recipe["train"]:
+        raise UsageError("`train.hub_token`: settings are written to `output_dir`: set the variable HF_TOKEN instead")
     check_values((TargetArguments,), {key: recipe[key] for key in TARGET_KEYS if key in recipe}, path)
     if not isinstance(recipe.get("target"), str):
         raise UsageError(f"{path}: `target` is required: the Hub id or directory of the model that is served")

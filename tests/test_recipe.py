@@ -229,6 +229,7 @@ def test_half_of_the_functions_are_asked_for_as_bare_code():
         (["train"], "pass key=value"),
         (["train=7"], "`train` is 7"),
         (["target="], "`target` is None"),
+        (["train.hub_token=hf_secret"], "set the variable HF_TOKEN instead"),
         (["generate.dataset=[a"], "has no YAML value"),
     ],
 )
