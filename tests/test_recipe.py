@@ -253,9 +253,10 @@ def test_mistakes_are_named_before_anything_runs(overrides, message):
 )
 def test_values_of_all_steps_are_checked_before_the_first(override, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recipe, "write_prompts", None)
+    monkeypatch.setenv("HF_TOKEN", "x" * 9)
     flags = [str(RECIPE), f"output_dir={tmp_path / 'run'}", "train.use_cpu=true", "train.push_to_hub=true"]
     with pytest.raises(SystemExit):
-        recipe.main([*flags, "train.hub_model_id=user/head", f"train.hub_token={'x' * 9}", override])
+        recipe.main([*flags, "train.hub_model_id=user/head", override])
     assert f"error: {message}" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 

@@ -211,7 +211,7 @@ def test_bad_row_is_named_and_the_good_ones_are_kept(row, reason, prepare, token
     result = prepare(name, tokenizer, on_bad_row="skip")
     assert texts(result.train, tokenizer) == ["one"] * 5 + ["two"]
     assert [entry for entry in result.reports["train"].errors if reason in entry]
-    assert "Skipped 1 rows" in caplog.text
+    assert "Skipped 1 row " in caplog.text
 
 
 @pytest.mark.parametrize("role", ["developer", "tool"])
