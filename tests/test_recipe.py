@@ -27,7 +27,8 @@ import recipe  # noqa: E402
 import recipe_code  # noqa: E402
 import recipe_prompts  # noqa: E402
 import recipe_sources  # noqa: E402
-from recipe_text import HeldOut, Prompt, fetch, normalised  # noqa: E402
+from recipe_text import HeldOut, Prompt, normalised  # noqa: E402
+from wheels import fetch  # noqa: E402
 
 
 RECIPE = ROOT / "configs" / "recipe.yaml"
