@@ -19,6 +19,7 @@ class Log:
     Attributes:
         faults: by what the last message says, what its next requests get instead of an answer: a status, a status
             with headers, "drop" for a connection that breaks off, a text, or fields of the answer that are others.
+        lives: how many requests it still answers, faults included; then each connection breaks off. None = all.
         refusal: what is said beside a status; `{Authorization}` and other headers of the request are put in.
         message: further fields of each answer's message; finish_reason: of each answer.
         seconds: how long an answer takes.
@@ -28,6 +29,7 @@ class Log:
     headers: list[dict[str, str]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     faults: dict[str, list[Any]] = field(default_factory=dict)
+    lives: int | None = None
     refusal: str = "not now"
     message: dict[str, Any] = field(default_factory=dict)
     finish_reason: Any = "stop"
@@ -62,6 +64,9 @@ def chat_server() -> Iterator[tuple[str, Log]]:
                 log.most_at_once = max(log.most_at_once, log.at_once)
                 faults = log.faults.get(body["messages"][-1]["content"])
                 fault = faults.pop(0) if faults else None
+                if log.lives is not None:
+                    log.lives -= 1
+                    fault = "drop" if log.lives < 0 else fault
             try:
                 time.sleep(log.seconds)
                 self.respond(body, fault)

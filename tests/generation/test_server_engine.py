@@ -13,7 +13,7 @@ import pytest
 from datasets import load_dataset
 
 from draftsmith.commands.parsing import UsageError
-from draftsmith.generation.server import Pace, seconds_of
+from draftsmith.generation.server import PROBE, Pace, seconds_of
 from tests.generation.chat_server import answer_to
 
 
@@ -108,10 +108,10 @@ def test_usage_is_only_counted(usage, run, server, tmp_path):
 
 @pytest.mark.parametrize("nonsense", ["<html>Log in</html>", '{"choices": [{"mess', "[" * 9999, {"choices": []}])
 def test_what_is_no_answer_is_not_asked_for_forever(nonsense, run, server):
-    server[1].faults = {"a": [nonsense] * 99}
-    with pytest.raises(UsageError, match=r"after 3 attempts: .* answered without `choices\.0\.message`: .*no proxy"):
+    server[1].faults = {"a": [nonsense] * 99, PROBE["messages"][0]["content"]: [nonsense]}
+    with pytest.raises(UsageError, match=r"up after 3 attempts: .* without `choices\.0\.message`: .*no proxy"):
         run([{"prompt": "a"}], *flags(server, "--max_retries", "8"))
-    assert len(server[1].requests) == 3
+    assert len(server[1].requests) == 3 + 1  # and once whether it answers at all
     server[1].faults = {"a": [nonsense]}
     run([{"prompt": "a"}], *flags(server))
 
@@ -159,21 +159,20 @@ def test_a_row_that_the_server_refuses_is_named_and_can_be_left_out(run, server,
 
 
 def test_a_row_that_breaks_the_server_does_not_stop_the_others(run, server):
-    server[1].faults = {"1": [500] * 99}
-    server[1].seconds = 0.02
+    server[1].faults = {"8": [500] * 99}  # the last one, after which nothing else would be answered
     counts = run([{"prompt": str(n)} for n in range(9)], *flags(server, "--on_bad_row", "skip"))
     assert (counts.rows, counts.written) == (9, 8)
 
 
-def test_a_server_that_dies_midway_is_no_fault_of_the_rows(run, server, tmp_path):
+def test_a_server_that_dies_midway_is_no_fault_of_the_rows(run, server):
     rows = [{"prompt": str(n)} for n in range(30)]
-    server[1].seconds = 0.02
-    server[1].faults = {str(n): ["drop"] * 99 for n in range(10, 30)}
+    server[1].lives = 10
     with pytest.raises(UsageError, match="Given up after 4 attempts"):
         run(rows, *flags(server, "--concurrency", "2", "--on_bad_row", "skip"))
-    server[1].faults = {}
+    server[1].lives = None
+    answered = {json.dumps(request["messages"]) for request in server[1].requests[:10]}
     assert run(rows, *flags(server)).written == 30
-    assert all(server[1].asked()[json.dumps([user(str(n))])] == 1 for n in range(10))
+    assert len(answered) == 10 and all(server[1].asked()[messages] == 1 for messages in answered)
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

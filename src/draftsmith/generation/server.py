@@ -27,6 +27,7 @@ FILTERED = "content_filter"
 FIRST_DELAY, LONGEST_DELAY = 0.5, 60.0  # seconds
 LONGEST_HOLD = 600.0  # seconds that a server may ask for
 NONSENSE_RETRIES = 2  # of an answer that is none: a proxy says the same again
+PROBE = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}  # what any server answers
 
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,6 @@ class ServerEngine:
         self.server, self.sampling, self.reader, self.capacity = server, sampling, reader, concurrency
         self.reasoning_key = reasoning_key(reader.tokenizer.get_chat_template())  # type: ignore[arg-type]
         self.timeout, self.max_retries, self.pace = timeout, max_retries, Pace(requests_per_minute)
-        self._answered = 0
         self._closed = Event()
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._results: SimpleQueue[tuple[Request, Reply | BaseException]] = SimpleQueue()
@@ -115,37 +115,34 @@ class ServerEngine:
                 self._results.put((request, error))
 
     def _ask(self, request: Request) -> Reply:
-        body, failures, answered_before = self._body(request), 0, 0
+        body, failures = self._body(request), 0
         while True:
             self._closed.wait(self.pace.seconds_to_wait())
             if self._closed.is_set():
                 raise ServerError("The engine is closed.")
             try:
-                reply = self._send(body)
+                return self._send(body)
             except ServerError as error:
                 if error.status in REFUSED:
                     raise RowError("messages", f"is refused by the server: {error}") from error
                 if error.status is not None and error.status not in BUSY:
                     raise
-                if not failures:
-                    answered_before = self._answered
                 failures += 1
                 self._wait_after(error, failures)
                 retries = min(self.max_retries, NONSENSE_RETRIES if isinstance(error, NonsenseError) else math.inf)
                 if failures > retries:
-                    raise self._no_answer(error, failures, self._answered > answered_before) from error
-            else:
-                self._answered += 1
-                return reply
+                    raise self._no_answer(error, failures) from error
 
-    @staticmethod
-    def _no_answer(error: ServerError, attempts: int, others_were_answered: bool) -> RowError | ServerError:
-        if others_were_answered:  # since it failed first
-            return RowError("messages", f"got no answer in {attempts} attempts: {error}")
-        return ServerError(
-            f"Given up after {attempts} attempts: {error} What was answered is kept: run the same command again to "
-            "go on."
-        )
+    def _no_answer(self, error: ServerError, attempts: int) -> RowError | ServerError:
+        """The row's fault if the server answers another request now, else the server's."""
+        try:
+            self._send(PROBE)
+        except ServerError:
+            return ServerError(
+                f"Given up after {attempts} attempts: {error} What was answered is kept: run the same command again "
+                "to go on."
+            )
+        return RowError("messages", f"got no answer in {attempts} attempts: {error}")
 
     def _wait_after(self, error: ServerError, failures: int) -> None:
         """Longer after each failure, by chance up to twice, so that many do not come back at once."""
