@@ -41,7 +41,7 @@ def test_all_arms_are_valid_and_those_like_the_recipe_are_it(tmp_path):
     assert kept[0] is RECIPE
     assert alike == dict.fromkeys(
         ["rows_target", "layer_none", "objective_kl", "normalized_token", "decay_0.8", "k_3", "norms_none",
-         "supervision_served", "rows_packed", "weights_fp32", "rate_1e-3", "epochs_1"], "recipe",
+         "supervision_served", "rows_packed", "batch_1", "weights_fp32", "rate_1e-3", "epochs_1"], "recipe",
     )  # fmt: skip
     assert {arm.variant for arm in ALL_ARMS} == VARIANTS.keys()
     assert all(arm.variant == AS_IT_IS or not arm.flags for arm in ALL_ARMS)

@@ -89,6 +89,10 @@ ALL_ARMS = [
     Arm("rows_padded", "batches", "Are padded batches better?",
         {"packing": False, "row_length": None, "keep_target_states": None,
          "per_device_train_batch_size": PADDED_DOCUMENTS}),
+    *(Arm(f"batch_{rows}", "rows in a step", f"Are {rows} rows a better step?",
+          {"per_device_train_batch_size": rows}) for rows in (1, 2, 4)),
+    Arm("batch_2_rate_2e-3", "rows in a step", "Do two rows bear twice the rate?",
+        {"per_device_train_batch_size": 2, "learning_rate": 2e-3}),
     Arm("weights_fp32", "weights in training", "What do fp32 masters give?"),
     Arm("weights_bf16", "weights in training", "What is lost without fp32 masters?", variant="bf16_weights"),
     *(Arm(f"rate_{rate}", "learning rate", f"Is {rate} the better rate?", {"learning_rate": float(rate)})
