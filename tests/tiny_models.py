@@ -96,6 +96,7 @@ _TEXT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("nanochat", {}),
     "phi": ("phi", {}),  # biased head
     "llama4": ("llama4_text", {"head_dim": 8, "attention_chunk_size": 8, "intermediate_size_mlp": 48}),
+    "doge": ("doge", {}),
     "bloom": ("bloom", {"n_head": 4, "n_layer": 4}),
     "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "qwen3_next": (
@@ -158,8 +159,9 @@ _MULTIMODAL_FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": _qwen2_5_vl_config,
 }
 RECURRENT_FAMILIES = ("qwen3_next", "mamba", "jamba")
-# Families that refuse `block_sparse_flash`: soft-capped attention, chunks, attention that is not looked up by name.
-UNSUPPORTED_FAMILIES = ("gemma2", "llama4", "bloom")
+# Families that refuse `block_sparse_flash`: soft-capped attention, chunks, a mask made of the values, attention that
+# is not looked up by name.
+UNSUPPORTED_FAMILIES = ("gemma2", "llama4", "doge", "bloom")
 SUPPORTED_FAMILIES = (
     *(family for family in _TEXT_FAMILIES if family not in (*UNSUPPORTED_FAMILIES, *RECURRENT_FAMILIES, "opt")),
     *_MULTIMODAL_FAMILIES,

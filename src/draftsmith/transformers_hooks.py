@@ -36,6 +36,7 @@ _REFUSED_CONFIG_FIELDS = {
     "attn_logit_softcapping": "`softcap`",  # Gemma 2
     "attention_chunk_size": "a chunked attention mask",  # Llama 4
     "index_topk": "`indices`",  # DeepSeek V3.2
+    "keep_window_size": "a mask of its values",  # Doge, which would take ours for one that it has added its own to
 }
 # Primitive mask predicates of transformers whose conjunction the op computes; each is read from its closure.
 _SUPPORTED_PREDICATES = {"causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function"}
@@ -291,9 +292,8 @@ def register_models() -> None:
         loaded = load(pretrained_model_name_or_path, **kwargs)
         config = loaded[0] if isinstance(loaded, tuple) else loaded
         if type(config) is LlamaConfig and SERVED_ARCHITECTURE in (config.architectures or ()):
-            kwargs = {
-                name: value for name, value in kwargs.items() if name not in ("trust_remote_code", "code_revision")
-            }
+            of_stock_configs = ("trust_remote_code", "code_revision")
+            kwargs = {name: value for name, value in kwargs.items() if name not in of_stock_configs}
             return Eagle3DraftConfig.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return loaded
 
