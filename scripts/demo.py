@@ -41,7 +41,7 @@ HELD_OUT_PROMPTS = 20
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="Hub id or directory (default: SmolLM2-135M-Instruct)")
-    parser.add_argument("--output-dir", type=Path, default=ROOT / "runs" / "demo")
+    parser.add_argument("--output_dir", "--output-dir", type=Path, default=ROOT / "runs" / "demo")
     args, overrides = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     start = time.time()
