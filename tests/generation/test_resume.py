@@ -40,13 +40,19 @@ def keys(tmp_path):
     return [json.loads(line)["key"] for line in lines[1:]]
 
 
+def interruptible_main(argv):
+    """Also where the tests run in the background of a shell, which ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(argv)
+
+
 def start(dataset, server, target_dir, tmp_path):
     """`draftsmith generate` in a process of its own, which a server forks that has imported it: it takes no time to
     begin, and shares no lock with this process, where it would stay held when it is killed."""
     command = ["generate", "--target", str(target_dir), "--dataset", dataset, "--output_dir", str(tmp_path / "out")]
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["draftsmith.commands.generate"])
-    process = context.Process(target=main, args=([*command, *flags(server)],))
+    process = context.Process(target=interruptible_main, args=([*command, *flags(server)],))
     process.start()
     return process
 
