@@ -46,6 +46,7 @@ from draftsmith.commands.parsing import (
 )
 from draftsmith.data import DataArguments
 from draftsmith.data.files import written_whole
+from draftsmith.data.wording import differences
 from draftsmith.trainer.arguments import refuse_unpublishable
 
 
@@ -154,7 +155,7 @@ def run_step(step: str, settings: dict[str, Any], config: Path) -> None:
         print(f"{step}: done, says {mark}", flush=True)
         return
     if done is not None and step == "train":
-        changed = sorted(name for name in done | settings if done.get(name) != settings.get(name))
+        changed = sorted(name for name, _, _ in differences(done, settings))
         raise UsageError(
             f"{mark.parent} was trained with other settings ({', '.join(changed)}): name another `head`, or remove it."
         )

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from draftsmith.data.files import written_whole
+
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks"
@@ -143,9 +145,8 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        temporary = self.path.with_suffix(".json.part")
-        temporary.write_text(json.dumps(self.content, indent=1) + "\n")
-        os.replace(temporary, self.path)
+        with written_whole(self.path) as unfinished:
+            unfinished.write_text(json.dumps(self.content, indent=1) + "\n")
 
 
 def attempt(measure: Callable[[], dict[str, Any]], deadline: float) -> dict[str, Any]:

@@ -7,12 +7,13 @@ check alone: tokens/s within 10% of the prediction, or the exit status is 1.
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from draftsmith.data.files import written_whole
 
 from .common import GIB, OUTPUT, introduce, line, markdown_table, measured
 from .scaling_costs import GPU_DEVIATION, Links, OneGpu, Prediction, Run, Shape, predict
@@ -40,8 +41,9 @@ def main(arguments: list[str]) -> None:
     }
     for columns in (HEADER, *map(_columns, rows)):
         print(line(columns, widths=(24, 8, 6, 20, 12, 12, 12, 10, 12), left=2))
-    write(args.output, json.dumps(content, indent=1) + "\n")
-    write(args.output.with_suffix(".md"), render(content))
+    for suffix, text in ((args.output.suffix, json.dumps(content, indent=1) + "\n"), (".md", render(content))):
+        with written_whole(args.output.with_suffix(suffix)) as unfinished:
+            unfinished.write_text(text)
     print(f"written to {args.output}")
     if missed := [row for row in rows if abs(row.get("difference", 0.0)) > ALLOWED]:
         sys.exit(f"{len(missed)} of the measured rows differ by more than {ALLOWED:.0%}")
@@ -165,9 +167,3 @@ def _columns(row: dict[str, Any]) -> list[str]:
         f"{seen['tokens_per_second']:,.0f}" if seen else "-",
         f"{row['difference']:+.1%}" if seen else "",
     ]  # fmt: skip
-
-
-def write(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.part")
-    temporary.write_text(text)
-    os.replace(temporary, path)

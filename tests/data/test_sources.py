@@ -156,6 +156,8 @@ def test_hub_id(prepare, tokenizer, monkeypatch):
 def test_missing_files(name, prepare, tokenizer):
     with pytest.raises(FileNotFoundError, match="`dataset`.*missing"):
         prepare(name, tokenizer)
+    with pytest.raises(FileNotFoundError, match="^`eval_dataset`.*missing"):
+        prepare(Dataset.from_list([{"messages": chat("Hello", "one")}]), tokenizer, eval_dataset=[name])
 
 
 def test_unreadable_files(prepare, tokenizer, tmp_path):

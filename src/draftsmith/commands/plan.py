@@ -15,6 +15,7 @@ from ..models.eagle3 import Eagle3DraftConfig, Eagle3DraftModel
 from ..ops import OBJECTIVES
 from ..ops.streaming_loss.chunking import choose_chunk_size
 from ..target import auto_class_of
+from ..target_family import config_field
 from .arguments import DraftArguments, TargetArguments, check_output
 from .parsing import parse, usage_errors
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         config = target_args.config()
         target, head = shapes(config, draft_args, args.draft_vocab_size, target_dtype=dtype)
     report = make_report(target, head, args.setup(), memory)
-    report["positions"] = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    report["positions"] = config_field(config.get_text_config(decoder=True), "max_position_embeddings")
     print(render(report))
     if args.output is not None:
         write_json(report, Path(args.output))

@@ -25,7 +25,7 @@ from ..trainer import Eagle3Trainer, Eagle3TrainingArguments
 from ..trainer.adapters import is_adapted, refuse_other_kind
 from ..trainer.arguments import in_our_fields
 from ..trainer.checkpoints import TrainingFault, last_whole_checkpoint, refuse_damaged, refuse_unwritable
-from ..trainer.settings import refuse_other_settings, settings_of
+from ..trainer.settings import OtherSettingsError, refuse_other_settings, settings_of
 from . import leave_together
 from .arguments import AdapterArguments, DraftArguments, OptionalTargetArguments, StateArguments, check_draft
 from .parsing import UsageError, parse, usage_errors
@@ -50,15 +50,17 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[TrainerCallback]
     set_seed(args.seed)
     checkpoint = resume_point(args)
     with usage_errors():
-        if state_args.hidden_states is None:  # else its manifest says more
-            given = as_given(RunRecord(), target_args, draft_args, data_args)
-            refuse_other_checkpoint(checkpoint, settings_of(given, args), args)
+        if checkpoint is not None and state_args.hidden_states is None:  # else its manifest says more
+            given = settings_of(as_given(RunRecord(), target_args, draft_args, data_args), args)
+            is_named = args.resume_from_checkpoint != "auto"
+            refuse_other_settings(Path(checkpoint), given, is_named=is_named, warns=False)  # the trainer knows all
         trainer = make_trainer(target_args, state_args, draft_args, adapter_args, data_args, args, callbacks)
-        refuse_other_checkpoint(checkpoint, trainer.settings(), args)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.stopped_by is None:
             trainer.save_model()
+    except OtherSettingsError as error:
+        raise UsageError(str(error)) from error
     except TrainingFault as fault:
         sys.exit(f"error: {fault}")
     if trainer.stopped_by is not None:
@@ -115,13 +117,6 @@ def make_trainer(
     trainer.prepare_push()
     trainer.push_follows = args.push_to_hub
     return trainer
-
-
-def refuse_other_checkpoint(checkpoint: str | None, settings: dict[str, Any], args: Eagle3TrainingArguments) -> None:
-    """Raise `ValueError` for a checkpoint of other settings; the trainer warns of differences that may be."""
-    if checkpoint is not None:
-        is_named = args.resume_from_checkpoint != "auto"
-        refuse_other_settings(Path(checkpoint), settings, is_named=is_named, warns=False)
 
 
 def leave_stopped(trainer: Eagle3Trainer) -> NoReturn:

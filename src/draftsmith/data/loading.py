@@ -59,6 +59,7 @@ class Reading:
         streaming: read from the beginning only as far as `max_rows`, instead of fetching whole datasets first.
         max_rows: of each dataset; None = all.
         part: "train" or "evaluation", which file of a directory that `draftsmith prepare` wrote is read.
+        argument: what errors call the datasets.
     """
 
     config: str | None = None
@@ -67,6 +68,7 @@ class Reading:
     streaming: bool = False
     max_rows: int | None = None
     part: str = "train"
+    argument: str = "dataset"
 
     def load(self, name: str, *arguments: str | None, limit: int | None, **options: Any) -> Dataset:
         """`datasets.load_dataset`, on disk and memory-mapped either way."""
@@ -87,21 +89,22 @@ def load_sources(
     streaming: bool = False,
     max_rows: int | None = None,
     part: str = "train",
+    argument: str = "dataset",
 ) -> list[Source]:
     """Open every dataset of `datasets`, in order.
 
     Args:
         datasets: local files (`.jsonl`, `.ndjson`, `.json`, `.parquet`, also compressed), globs, directories of such
             files or written by `Dataset.save_to_disk`, Hub ids, or `datasets.Dataset` objects.
-        config, split, cache_dir, streaming, max_rows, part: as in [`Reading`].
+        config, split, cache_dir, streaming, max_rows, part, argument: as in [`Reading`].
 
     Raises:
         FileNotFoundError: a name that looks like a path matches nothing.
         ValueError: a file of an unknown kind, or one that can't be read.
     """
     if isinstance(datasets, (str, Dataset)):
-        raise TypeError("`dataset` is a list: write [dataset].")
-    reading = Reading(config, split, cache_dir, streaming, max_rows, part)
+        raise TypeError(f"`{argument}` is a list: write [{argument}].")
+    reading = Reading(config, split, cache_dir, streaming, max_rows, part, argument)
     return [
         replace(source, entry=position)
         for position, dataset in enumerate(datasets)
@@ -114,8 +117,10 @@ def _open(dataset: str | Dataset, position: int, reading: Reading) -> Iterator[S
     if isinstance(dataset, Dataset):
         yield Source(f"in-memory dataset {position + 1}", dataset)
     elif not isinstance(dataset, str):
-        raise TypeError(f"`dataset` takes names and `datasets.Dataset` objects, not {type(dataset).__name__}.")
-    elif files := _local_files(dataset, reading.part):
+        raise TypeError(
+            f"`{reading.argument}` takes names and `datasets.Dataset` objects, not {type(dataset).__name__}."
+        )
+    elif files := _local_files(dataset, reading):
         for file in files:
             yield _read_file(file, reading)
     else:
@@ -153,30 +158,30 @@ def _is_prepared(path: Path) -> bool:
     return (path / "train.parquet").is_file() and (path / "statistics.json").is_file()
 
 
-def _local_files(name: str, part: str) -> list[Path]:
+def _local_files(name: str, reading: Reading) -> list[Path]:
     """The files that `name` stands for, sorted; empty if it must be a Hub id."""
     path = Path(name).expanduser()
     if path.is_file() or _is_saved_dataset(path):
         return [path]
     if _is_prepared(path):
-        if not (path / f"{part}.parquet").is_file():
+        if not (path / f"{reading.part}.parquet").is_file():
             raise FileNotFoundError(
                 f"`eval_dataset`: {name} was prepared without evaluation data: prepare it with `eval_fraction` or "
                 "`eval_dataset`, or name a file."
             )
-        return [path / f"{part}.parquet"]
+        return [path / f"{reading.part}.parquet"]
     if path.is_dir():
         files = sorted(file for file in path.iterdir() if _is_data(file))
         if not files:
-            raise FileNotFoundError(f"`dataset`: the directory {name} holds no {', '.join(READERS)} file.")
+            raise FileNotFoundError(f"`{reading.argument}`: the directory {name} holds no {', '.join(READERS)} file.")
         return files
     if glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]
         if not files:
-            raise FileNotFoundError(f"`dataset`: no file matches {name}.")
+            raise FileNotFoundError(f"`{reading.argument}`: no file matches {name}.")
         return files
     if _kind(path) in READERS or name.startswith(("/", ".", "~")):
-        raise FileNotFoundError(f"`dataset`: {name} does not exist.")
+        raise FileNotFoundError(f"`{reading.argument}`: {name} does not exist.")
     return []
 
 
@@ -185,17 +190,17 @@ def _read_file(path: Path, reading: Reading) -> Source:
         rows = load_from_disk(str(path))
         if not isinstance(rows, Dataset):
             raise ValueError(
-                f"`dataset`: {path} holds several splits ({', '.join(rows)}): name one, as {path}/<split>."
+                f"`{reading.argument}`: {path} holds several splits ({', '.join(rows)}): name one, as {path}/<split>."
             )
         return Source(str(path), rows)
     if _kind(path) not in READERS:
-        raise ValueError(f"`dataset`: {path} is not one of {', '.join(READERS)}.")
+        raise ValueError(f"`{reading.argument}`: {path} is not one of {', '.join(READERS)}.")
     try:
         return READERS[_kind(path)](path, reading)
     except (UnreadableError, FullDiskError):
         raise
     except Exception as error:  # `datasets` wraps whatever gzip or Arrow raised in errors of its own
-        raise UnreadableError(f"`dataset`: {path} can't be read: {error.__cause__ or error}") from error
+        raise UnreadableError(f"`{reading.argument}`: {path} can't be read: {error.__cause__ or error}") from error
 
 
 class UnreadableError(ValueError):
@@ -235,7 +240,7 @@ def _read_json(path: Path, reading: Reading) -> Source:
             rows = _texts_on_disk(islice(array_items(file), reading.max_rows), reading)
         except (json.JSONDecodeError, RecursionError) as error:
             raise UnreadableError(
-                f"`dataset`: {path} is not a JSON array: {error}. JSON Lines would lose one row only."
+                f"`{reading.argument}`: {path} is not a JSON array: {error}. JSON Lines would lose one row only."
             ) from error
     return Source(str(path), rows, is_json=True)
 

@@ -6,6 +6,8 @@ from typing import Literal
 
 import numpy as np
 
+from .wording import counted
+
 
 MAX_PASSES = 100  # so often the same documents teach nothing more
 
@@ -33,8 +35,8 @@ class DatasetShare:
     def __str__(self) -> str:
         repeated = f" ({self.different:,} different)" if self.different < self.documents else ""
         weight = "" if self.weight is None else f" (weight {self.weight:g})"
-        documents = f"{self.documents:,} documents{repeated}"
-        return f"{self.name}: {self.rows:,} rows, {documents}, {self.share:.1%} of the tokens{weight}"
+        documents = counted(self.documents, "document") + repeated
+        return f"{self.name}: {counted(self.rows, 'row')}, {documents}, {self.share:.1%} of the tokens{weight}"
 
 
 def is_first(keys: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -166,6 +166,7 @@ def _load(args: DataArguments, part: str) -> list[Source]:
     return load_sources(
         args.dataset if is_train else args.eval_dataset,
         part=part,
+        argument="dataset" if is_train else "eval_dataset",
         config=args.dataset_config,
         split=args.split if is_train else args.eval_split,
         cache_dir=args.cache_dir,

@@ -57,6 +57,7 @@ def read_prompts(
         argument: what errors call `datasets`.
 
     Raises:
+        FileNotFoundError: a name that looks like a path matches nothing.
         ValueError: a file or data set that can't be read, or a row that holds no prompt, named with its file and row.
     """
     prompts: list[LabelledPrompt] = []
@@ -65,11 +66,11 @@ def read_prompts(
         preset = PRESETS.get(name)
         with _named(argument, dataset):
             if preset is None:
-                sources = load_sources([dataset], config=config, split=split)
+                sources = load_sources([dataset], config=config, split=split, argument=argument)
             elif path:
-                sources = load_sources([path])
+                sources = load_sources([path], argument=argument)
             else:
-                sources = load_sources([preset.path], config=preset.config, split=preset.split)
+                sources = load_sources([preset.path], config=preset.config, split=preset.split, argument=argument)
         for source in sources:
             label = Path(source.name).stem if preset is None else name
             prompts += _read_source(source, label, None if preset is None else preset.column)
@@ -80,7 +81,7 @@ def read_prompts(
 
 @contextmanager
 def _named(argument: str, dataset: Any) -> Iterator[None]:
-    """What can't be read, by the name of the argument that asks for it, with what else could be given."""
+    """What no Hub gives, by the name of the argument that asks for it, with what else could be given."""
     try:
         yield
     except (ConnectionError, DatasetNotFoundError) as error:
@@ -90,10 +91,6 @@ def _named(argument: str, dataset: Any) -> Iterator[None]:
         elif near := get_close_matches(dataset, PRESETS, n=1):
             remedy = f"did you mean `{near[0]}`?"
         raise ValueError(f"`{argument}`: {str(error).rstrip('.')}: {remedy}") from error
-    except (OSError, ValueError) as error:
-        if not str(error).startswith("`dataset`"):
-            raise
-        raise ValueError(f"`{argument}`{str(error).removeprefix('`dataset`')}") from error
 
 
 def _read_source(source: Source, label: str, column: str | None) -> list[LabelledPrompt]:

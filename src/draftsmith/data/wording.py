@@ -1,6 +1,6 @@
 """How messages put counts, and how two sets of settings differ."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -17,3 +17,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[t
             yield from ((f"{name}.{field}", *values) for field, *values in differences(first, second))
         elif first != second:
             yield name, first, second
+
+
+def changes(differing: Iterable[tuple[str, Any, Any]]) -> str:
+    """`` `name` was 1 and is 2, .. `` of settings with both values."""
+    return ", ".join(f"`{name}` was {before!r} and is {now!r}" for name, before, now in differing)

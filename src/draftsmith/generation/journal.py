@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..data.files import lock_for_one_run, naming_full_disks
-from ..data.wording import counted, differences
+from ..data.wording import changes, counted, differences
 from .conversations import Answered
 
 
@@ -133,8 +133,8 @@ def refuse_other_settings(
 ) -> None:
     """Raise `ValueError`, naming what differs, for an output of other settings."""
     differing = [found for found in differences(before, now) if found[0] not in but_for]
-    if found := [f"`{name}` was {first!r} and is {second!r}" for name, first, second in differing]:
+    if differing:
         raise ValueError(
-            f"`output_dir`: {directory} holds answers of other settings: {', '.join(found)}. Go on with the "
+            f"`output_dir`: {directory} holds answers of other settings: {changes(differing)}. Go on with the "
             "former, or name another directory."
         )

@@ -2,11 +2,11 @@
 
 from .card import keeps_edited_card, make_card, read_config
 from .failures import HubError
-from .files import CARD, LEFT_BY_TRAINING
+from .files import CARD, LEFT_BY_TRAINING, SETTINGS, STATE
 from .upload import check_push, full_name, hub_id, is_same_repository, open_repository, push
 
 
 __all__ = [
-    "CARD", "LEFT_BY_TRAINING", "HubError", "check_push", "full_name", "hub_id", "is_same_repository",
-    "keeps_edited_card", "make_card", "open_repository", "push", "read_config",
+    "CARD", "LEFT_BY_TRAINING", "SETTINGS", "STATE", "HubError", "check_push", "full_name", "hub_id",
+    "is_same_repository", "keeps_edited_card", "make_card", "open_repository", "push", "read_config",
 ]  # fmt: skip

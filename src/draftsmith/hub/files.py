@@ -24,7 +24,7 @@ CARD, CONFIGS = "README.md", (CONFIG_NAME, ADAPTER_CONFIG_NAME)
 WEIGHTS_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 MAX_FILE_BYTES = 50 * 10**9  # the Hub's limit
-STATE = "trainer_state.json"
+STATE, SETTINGS = "trainer_state.json", "settings.json"  # of a checkpoint
 LEFT_BY_TRAINING = (
     "_*", "checkpoint-*", ".unfinished-*", "last-checkpoint/*", "runs/*", "wandb/*", "*.log", "training_args.bin",
     STATE, "*_results.json",
@@ -41,9 +41,7 @@ HEAD_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model",
     "*.tiktoken", "chat_template.jinja", RUN_FILE, CARD, *LICENSE_FILES,
 )  # fmt: skip
-RESUME_FILES = (
-    STATE, "settings.json", "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_*.pth",
-)  # fmt: skip
+RESUME_FILES = (STATE, SETTINGS, "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "rng_state_*.pth")
 HEAD, CHECKPOINT = "head", "checkpoint"
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
 

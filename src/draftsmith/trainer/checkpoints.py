@@ -15,8 +15,9 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from ..hub import STATE
 
-STATE = "trainer_state.json"
+
 _TORCH_WRITE_ERROR = re.compile("PytorchStreamWriter|inline_container")  # all that `torch.save` says of a full disk
 UNFINISHED = ".unfinished-"  # what a name begins with while its content is written or deleted
 

@@ -33,7 +33,7 @@ class ResumingTrainer(FaultTolerantTrainer):
         save_settings(Path(directory), self.settings(), self.record.recipe.get(RESUMED, []))
 
     def refuse_other_settings(self, checkpoint: Path, *, is_named: bool) -> None:
-        """Raise `ValueError` for settings that it was not trained with; the record says what may differ."""
+        """Raise `OtherSettingsError` for settings that it was not trained with; the record says what may differ."""
         warns = self.is_world_process_zero()
         resumed, self._changed = refuse_other_settings(checkpoint, self.settings(), is_named=is_named, warns=warns)
         self.record = resumed_record(self.record, resumed)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import written_whole
+from ..data.wording import changes
+from ..hub import SETTINGS
 from ..model_card import RunRecord, Source, training_recipe
 from .arguments import Eagle3TrainingArguments
 from .checkpoints import step_of
@@ -15,7 +17,6 @@ from .checkpoints import step_of
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = "settings.json"
 RESUMED = "resumed"  # in a recipe: what earlier steps were trained with
 SCHEDULE = ("max_steps", "num_train_epochs")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
@@ -25,6 +26,10 @@ HEAD = (
     "hidden_size", "intermediate_size", "sliding_window", "eagle_aux_hidden_state_layer_ids", "norm_output", "fc_norm",
     "norm_before_fc",
 )  # fmt: skip
+
+
+class OtherSettingsError(ValueError):
+    """A checkpoint was trained with other settings."""
 
 
 def settings_of(
@@ -44,7 +49,7 @@ def settings_of(
     if record.datasets:
         settings |= {"dataset": [source.name for source in record.datasets], "split": record.datasets[0].split}
     if head is not None:
-        settings |= {name: getattr(head, name, None) for name in ("draft_vocab_size", *HEAD)}
+        settings |= {name: getattr(head, name) for name in ("draft_vocab_size", *HEAD)}
     if data_digest is not None:
         settings["data_digest"] = data_digest
     return json.loads(json.dumps(settings))
@@ -78,7 +83,7 @@ def refuse_other_settings(
         What earlier steps were trained with, for the recipe; and the names that are other now.
 
     Raises:
-        ValueError: something else differs.
+        OtherSettingsError: something else differs.
     """
     warn = logger.warning if warns else logger.debug
     if not (checkpoint / SETTINGS).is_file():
@@ -92,13 +97,13 @@ def refuse_other_settings(
     if refused and not (is_named and CHOSEN.issuperset(refused)):
         may_be_named = CHOSEN.issuperset(refused)
         named = f"; to change it on purpose, pass --resume_from_checkpoint {checkpoint}" if may_be_named else ""
-        raise ValueError(
-            f"`output_dir`: {checkpoint} was trained with other settings: {_differences(refused, before, now)}. Go on "
+        raise OtherSettingsError(
+            f"`output_dir`: {checkpoint} was trained with other settings: {_changes(refused, before, now)}. Go on "
             f"with the former, or name another `output_dir`{named}."
         )
     if not changed:
         return kept[RESUMED], []
-    warn("%s was trained with other settings, and goes on: %s", checkpoint, _differences(changed, before, now))
+    warn("%s was trained with other settings, and goes on: %s", checkpoint, _changes(changed, before, now))
     values = ", ".join(f"{name} {before[name]}" for name in changed)
     step = step_of(checkpoint)
     return [*kept[RESUMED], f"until {'then' if step is None else f'step {step}'} with {values}"], changed
@@ -110,5 +115,5 @@ def _batch(settings: dict[str, Any]) -> int:
     return rows * steps * ranks
 
 
-def _differences(names: Iterable[str], before: dict[str, Any], now: dict[str, Any]) -> str:
-    return ", ".join(f"`{name}` was {before[name]!r} and is {now[name]!r}" for name in names)
+def _changes(names: Iterable[str], before: dict[str, Any], now: dict[str, Any]) -> str:
+    return changes((name, before[name], now[name]) for name in names)
