@@ -28,6 +28,7 @@ TRAIN_ARGUMENTS = (
 OF_A_RUN = {"output_dir", "logging_dir", "run_name"}  # what differs between runs that train alike
 PEER = "peer"  # the axis of what another library trained
 STEPS = "draft steps in training"  # the axis whose heads are decoded with every number of draft tokens
+LATER_STATES, WIDER_MLP = [5, 17, 29], 3072  # for SmolLM2-135M, where [2, 15, 27] and 1,536 follow the target
 PADDED_DOCUMENTS = 24  # of some 340 tokens: as many tokens in a step as in a packed row of 8,192
 
 
@@ -66,12 +67,14 @@ ALL_ARMS = [
         variant="random_rows"),
     Arm("layer_none", "layer at the start", "How good is a layer that starts at random?", {"init_from_layer": None}),
     Arm("layer_last", "layer at the start", "Does the target's last layer help?", {"init_from_layer": -1}),
+    Arm("states_later", "fused states", "Do later states say more?", {"aux_layer_ids": LATER_STATES}),
+    Arm("mlp_wider", "width of the MLP", "What does twice the width give?", {"draft_intermediate_size": WIDER_MLP}),
     *(Arm(f"objective_{name}", "objective", f"Is {name} the better loss?", {"objective": name})
       for name in ("kl", "ce", "tv", "lk_alpha", "lk_lambda")),
     *(Arm(f"normalized_{name}", "normalisation of the loss", f"Should every {name} weigh the same?",
           {"loss_normalization": name}) for name in ("token", "sequence")),
     *(Arm(f"decay_{decay:g}", "decay of the steps' weights", f"Should step k weigh {decay:g}^k?",
-          {"ttt_step_loss_decay": decay}) for decay in (0.6, 0.8, 0.9, 1.0)),
+          {"ttt_step_loss_decay": decay}) for decay in (0.4, 0.6, 0.8, 0.9, 1.0)),
     *(Arm(f"k_{steps}", STEPS, f"How far do {steps} steps in training carry?",
           {"ttt_steps": steps}) for steps in (1, 3, 5, 7)),
     _norms("norms_none", "How good is plain EAGLE-3?"),
@@ -79,6 +82,7 @@ ALL_ARMS = [
     _norms("fc_norm", "Should each fused state be normed?", "fc_norm"),
     _norms("norm_before_fc", "Should the fused states be normed together?", "norm_before_fc"),
     _norms("norms_output_fc", "Do the first two go together?", "norm_output", "fc_norm"),
+    _norms("norms_all", "And all three?", "norm_output", "fc_norm", "norm_before_fc"),
     *(Arm(f"vocabulary_{size}", "draft vocabulary", f"What do {size} tokens cost or spare?",
           {"draft_vocab_size": size}) for size in (8192, 16384, 32768)),
     Arm("vocabulary_full", "draft vocabulary", "What does the target's whole vocabulary give?",
@@ -91,12 +95,14 @@ ALL_ARMS = [
          "per_device_train_batch_size": PADDED_DOCUMENTS}),
     *(Arm(f"batch_{rows}", "rows in a step", f"Are {rows} rows a better step?",
           {"per_device_train_batch_size": rows}) for rows in (1, 2, 4)),
-    Arm("batch_2_rate_2e-3", "rows in a step", "Do two rows bear twice the rate?",
-        {"per_device_train_batch_size": 2, "learning_rate": 2e-3}),
+    *(Arm(f"batch_2_rate_{rate}", "rows in a step", f"Do two rows bear a rate of {rate}?",
+          {"per_device_train_batch_size": 2, "learning_rate": float(rate)}) for rate in ("2e-3", "4e-3")),
+    Arm("rows_of_4096", "rows in a step", "Are half as many tokens a better step?", {"row_length": 4096}),
     Arm("weights_fp32", "weights in training", "What do fp32 masters give?"),
     Arm("weights_bf16", "weights in training", "What is lost without fp32 masters?", variant="bf16_weights"),
     *(Arm(f"rate_{rate}", "learning rate", f"Is {rate} the better rate?", {"learning_rate": float(rate)})
       for rate in ("1e-4", "3e-4", "1e-3", "2e-3", "4e-3")),
+    Arm("clip_10", "gradient clipping", "And without clipping nearly every step?", {"max_grad_norm": 10.0}),
     *(Arm(f"epochs_{epochs}", "epochs", f"What do {epochs} epochs give?", {"num_train_epochs": epochs})
       for epochs in (1, 3, 6)),
 ]  # fmt: skip

@@ -31,12 +31,17 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     content = json.loads(args.results.read_text())
     rows, others = comparable(content)
-    sections = [introduction(content), *axis_tables(rows, content["settings"]["alike"]), peer_section(rows)]
+    sections = [
+        introduction(content, rows[RECIPE.name]),
+        *axis_tables(rows, content["settings"]["alike"]),
+        peer_section(rows),
+    ]
     sections += [not_run("Not run", "arm", content["rows"], lambda row: f"seed {row['seed']}"), left_out(others)]
-    (args.output_dir / "heads.md").write_text("\n\n".join(section for section in sections if section) + "\n")
-    draw_positions(rows, args.output_dir / "heads_by_position.png")
-    draw_learning(rows, args.output_dir / "heads_learning.png")
-    print(f"heads.md and its figures written to {args.output_dir}")
+    name = args.results.stem
+    (args.output_dir / f"{name}.md").write_text("\n\n".join(section for section in sections if section) + "\n")
+    draw_positions(rows, args.output_dir / f"{name}_by_position.png")
+    draw_learning(rows, args.output_dir / f"{name}_learning.png")
+    print(f"{name}.md and its figures written to {args.output_dir}")
 
 
 def comparable(content: Row) -> tuple[dict[str, list[Row]], list[str]]:
@@ -62,7 +67,7 @@ def comparable(content: Row) -> tuple[dict[str, list[Row]], list[str]]:
     return found, others
 
 
-def introduction(content: Row) -> str:
+def introduction(content: Row, recipe: Sequence[Row]) -> str:
     device, versions = introduce(content["machine"])
     evaluation = content["settings"]["evaluation"]
     asked = f"{evaluation['num_draft_tokens'][0]} draft tokens, at most {evaluation['max_new_tokens']} new ones"
@@ -71,7 +76,15 @@ def introduction(content: Row) -> str:
 `scripts/benchmark.py heads`; {versions}.
 Acceptance lengths of prompts held out, with their 95% intervals over prompts; {asked}.
 `difference` is that of the mean of the sets to the recipe's, with the 95% interval of {DRAWS} paired draws of prompts.
-Several seeds are counted together."""
+Several seeds are counted together.{seeds_text(recipe)}"""
+
+
+def seeds_text(recipe: Sequence[Row]) -> str:
+    """How far the recipe's seeds lie apart: what no interval over prompts knows of."""
+    if len(recipe) == 1:
+        return ""
+    means = ", ".join(f"{mean_length(counts_of([run])):.3f}" for run in recipe)
+    return f" The recipe's seeds have means of {means}: smaller differences than theirs say little."
 
 
 def counts_of(rows: Sequence[Row]) -> Counts:
