@@ -1,6 +1,7 @@
 """`attn_implementation="block_sparse_flash"` on stock transformers models."""
 
 import functools
+import importlib
 import json
 
 import pytest
@@ -172,6 +173,26 @@ def test_document_ids_and_padding_of_the_mask_combine():
     )
     expected = torch.cat([logits(model, document) for document in input_ids[:, :7].split((4, 3), dim=1)], dim=1)
     torch.testing.assert_close(actual[:, :7], expected, **CLOSE)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted")
+@pytest.mark.parametrize(("family", "windows"), [("llama", [None]), ("gemma3", [None, 4])])
+@pytest.mark.parametrize("visible", [None, 1], ids=["without a mask", "a mask that hides nothing"])
+def test_layers_share_what_is_worked_out_of_the_documents(family, windows, visible, monkeypatch):
+    pytest.importorskip("triton")
+    module = importlib.import_module("draftsmith.ops.block_sparse_attention.key_ranges")
+    computed, compute = [], module._key_ranges
+    monkeypatch.setattr(module, "_key_ranges", lambda *call: computed.append(call[1]) or compute(*call))
+    attention = functools.partial(block_sparse_flash_attention, implementation="triton")
+    model = tiny_model(family, attn_implementation=ATTENTION_NAME)
+    position_ids, document_ids, _ = packed(4, 3, 3)
+    inputs = {"position_ids": position_ids, "document_ids": document_ids}
+    if visible is not None:
+        inputs["attention_mask"] = torch.full_like(document_ids, visible)
+    expected = logits(model, random_tokens(1, 10), **inputs)
+    monkeypatch.setattr("draftsmith.transformers_hooks.block_sparse_flash_attention", attention)
+    torch.testing.assert_close(logits(model, random_tokens(1, 10), **inputs), expected, **CLOSE)
+    assert sorted(computed, key=str) == sorted(windows, key=str)
 
 
 def test_offsets_need_one_row_and_equal_keys():

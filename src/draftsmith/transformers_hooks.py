@@ -15,16 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    AutoConfig,
-    AutoModel,
-    LlamaConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModel, LlamaConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import find_packed_sequence_indices, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, find_packed_sequence_indices, sdpa_mask
 
 from draftsmith.ops import block_sparse_flash_attention
 
@@ -63,6 +56,7 @@ class BlockSparseMask(BlockMask):
     query_positions: torch.Tensor | None  # [Q], row of each query on the T axis; None when Q == T
     sliding_window: int | None
     size: tuple[int, int, int, int]  # B, 1, Q, T
+    padding: torch.Tensor | None = None  # [B, T] bool; None where there is none
     positions_read: bool = False  # whether packed `position_ids` have been looked for
 
     @property
@@ -71,7 +65,7 @@ class BlockSparseMask(BlockMask):
 
     def to(self, *args: Any, **kwargs: Any) -> "BlockSparseMask":
         """Follow the layers of a target that is spread over devices."""
-        tensors = {"document_ids": self.document_ids, "query_positions": self.query_positions}
+        tensors = {"document_ids": self.document_ids, "query_positions": self.query_positions, "padding": self.padding}
         moved: dict[str, Any] = {name: t.to(*args, **kwargs) for name, t in tensors.items() if t is not None}
         return replace(self, **moved)
 
@@ -118,6 +112,7 @@ def block_sparse_mask(
         raise UnsupportedAttentionError(f"`{config.model_type}`", f"the mask function {sorted(unsupported)}")
 
     document_ids = predicates.get("packed_sequence_mask_function", {}).get("packed_sequence_mask")
+    padding = None
     if attention_mask is not None:
         visible = F.pad(attention_mask, (0, max(0, kv_offset + kv_length - attention_mask.shape[1])))
         visible = visible[:, kv_offset : kv_offset + kv_length]  # [B, T]
@@ -126,13 +121,15 @@ def block_sparse_mask(
             if q_length == kv_length:
                 raise UnsupportedAttentionError(f"`{config.model_type}`", "padding between tokens (`attention_mask`)")
             return dense_mask()
-        document_ids = document_ids if bool(visible.all()) else visible.long() - 1  # hiding nothing says nothing
+        if not bool(visible.all()):  # hiding nothing says nothing
+            document_ids, padding = visible.long() - 1, ~visible
     aligned = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
     return BlockSparseMask(
         document_ids=document_ids,
         query_positions=None if aligned else torch.arange(q_length, device=device) + q_offset - kv_offset,
         sliding_window=predicates.get("sliding_window_overlay", {}).get("sliding_window"),
         size=(batch_size, 1, q_length, kv_length),
+        padding=padding,
     )
 
 
@@ -217,7 +214,8 @@ def _documents(
 ) -> torch.Tensor | None:
     """[B, T] documents of the caller, with the padding of the 2-D mask; without any those of the mask or positions."""
     if document_ids is not None:
-        return document_ids if mask.document_ids is None else document_ids.masked_fill(mask.document_ids < 0, -1)
+        # Itself where it will do, since what is kept with a tensor serves all layers.
+        return document_ids if mask.padding is None else document_ids.masked_fill(mask.padding, -1)
     if mask.document_ids is None and mask.query_positions is None and not mask.positions_read:
         # Some families (gpt-oss) build their masks without `position_ids` and hand these to the layers alone.
         mask.positions_read = True

@@ -184,3 +184,13 @@ def test_ids_are_read_once_until_they_change(monkeypatch):
     ids[0, 4:] = 1
     assert fa4._segments(Layout(ids, None, 1, 8)).offsets.tolist() == [0, 4, 8]
     assert len(reads) == 2
+
+
+def test_documents_are_not_recorded_in_a_cuda_graph(monkeypatch):
+    """Not even those that are known already: replayed, the graph would keep them whatever the tensor then holds."""
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    fa4._segments(Layout(ids, None, 1, 8))
+    monkeypatch.setattr(fa4, "being_captured", lambda tensor: True)
+    with pytest.raises(RuntimeError, match="FlashAttention 4 reads documents on the host"):
+        fa4._segments(Layout(ids, None, 1, 8))
+    assert fa4._segments(Layout(None, None, 1, 8)) is None

@@ -29,6 +29,11 @@ class ValuePerTensor:
 _host_copies = ValuePerTensor()  # of device tensors
 
 
+def being_captured(tensor: Tensor) -> bool:
+    """Whether what is done with `tensor` is being recorded as a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def to_device(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """`tensor.to(device, dtype)`, queued behind the device's work.
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..selection import put_rows
-from ..transfer import ValuePerTensor, on_host, to_device
+from ..transfer import ValuePerTensor, being_captured, on_host, to_device
 from .layout import Layout
 
 
@@ -163,6 +163,8 @@ def _segments(layout: Layout) -> Segments | None:
     ids = layout.document_ids
     if ids is None:
         return None
+    if being_captured(ids):
+        raise RuntimeError("FlashAttention 4 reads documents on the host: a CUDA graph would hold those of one batch")
     segments = _segments_of.get(ids)
     if segments is None:
         segments = _read_segments(ids)

@@ -9,7 +9,7 @@ from .layout import Layout
 def key_ranges(layout: Layout, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
     """First and last visible step-0 key of each query, int32 [B, Q], without reading a value on the host.
 
-    A query that sees no key has first > last; a padding query has first = T, last = -1. Computed once per layout.
+    A query that sees no key has first > last; a padding query has first = T, last = -1. Kept as the layout says.
     """
     if (window, device) not in layout.key_ranges:
         layout.key_ranges[window, device] = _key_ranges(layout, window, device)

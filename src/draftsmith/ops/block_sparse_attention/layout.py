@@ -1,12 +1,17 @@
 """Which part of the key axis belongs to which queries, as contiguous runs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..transfer import ValuePerTensor, being_captured
+
+
+_ranges_of = ValuePerTensor()  # of document_ids
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,21 @@ class Layout:
     query_positions: Tensor | None  # [B, Q]
     batch: int
     keys: int
-    key_ranges: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict)  # see `key_ranges.py`
+
+    @cached_property
+    def key_ranges(self) -> dict[Any, tuple[Tensor, Tensor]]:
+        """What `key_ranges.py` has worked out: for this call, or where every row is a query, for all of its documents.
+
+        So a model's layers share it. A CUDA graph shares nothing with calls outside: it must work it out by itself, of
+        the documents that it is replayed on, and what it works out is there only then.
+        """
+        ids = self.document_ids
+        if ids is None or self.query_positions is not None:
+            return {}
+        if (kept := _ranges_of.get(ids)) is None:
+            kept = {True: {}, False: {}}
+            _ranges_of.put(ids, kept)
+        return kept[being_captured(ids)]
 
     @cached_property
     def query_documents(self) -> Tensor | None:
