@@ -23,11 +23,16 @@ ALLOWED = {
     "cached_target": {"target_family"},
     "served_target": {"cached_target", "serving", "target", "target_family"},
     "compiled_forwards": {"transformers_hooks"},
+    "cuda_graphs": set(),
+    "captured_forwards": {"cuda_graphs"},
     "tensor_parallel": {"ops", "target_family"},
-    "target": {"compiled_forwards", "revisions", "target_family", "tensor_parallel", "transformers_hooks"},
+    "target": {
+        "captured_forwards", "compiled_forwards", "revisions", "target_family", "tensor_parallel",
+        "transformers_hooks",
+    },
     # `target` alone reads a target's weights, `models` asks it for rows; heads in the layouts of `serving` load
     "models": {"ops", "alignment", "hub", "revisions", "serving", "target", "target_family"},
-    "speculative": {"models", "target", "target_family", "transformers_hooks"},
+    "speculative": {"cuda_graphs", "models", "target", "target_family", "transformers_hooks"},
     "hub": {"model_card", "serving"},
 }
 ALLOWED["trainer"] = set(ALLOWED)

@@ -20,6 +20,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from draftsmith import target_family as family
+from draftsmith.captured_forwards import CapturedForwards
 from draftsmith.compiled_forwards import CompiledForwards
 from draftsmith.revisions import note_commit
 from draftsmith.tensor_parallel import ShardGroup, sharded_loading
@@ -149,11 +150,17 @@ class FrozenTarget:
         self._packing_obstacle: str | None = None
         self._verified = False
         self._compiled: AbstractContextManager = nullcontext()
+        self._captured: CapturedForwards | None = None
         self._shards = ShardGroup.of(model)
 
     def compile_layers(self) -> None:
         """Fuse what lies between the products and attention of each layer; the first batches compile, for minutes."""
         self._compiled = CompiledForwards(self.layers)
+
+    def capture_forward(self) -> None:
+        """Replay batches of a shape that has come before as a CUDA graph. `ValueError` for parts of a target."""
+        family.refuse_parts(self.model)
+        self._captured = CapturedForwards(self.text_config.model_type)
 
     def __call__(
         self,
@@ -177,6 +184,8 @@ class FrozenTarget:
         if document_ids is None:
             document_ids = _documents_of(input_ids, position_ids)
         input_ids, document_ids = input_ids.long(), document_ids.long()  # as other ranks expect to receive them
+        if self._captured is not None:
+            return self._captured.run(self._training_forward, input_ids, document_ids)
         if self._shards is None:
             return self._training_forward(input_ids, document_ids)
         return self._shards.run(self._training_forward, input_ids, document_ids)

@@ -163,6 +163,17 @@ def whole(weight: torch.Tensor) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
+def refuse_parts(model: PreTrainedModel) -> None:
+    """Raise `ValueError` unless this process holds the whole model on one device, as one CUDA graph needs it."""
+    weights = list(model.parameters())
+    devices = sorted({str(weight.device) for weight in weights})
+    if len(devices) > 1 or any(isinstance(weight, DTensor) for weight in weights):
+        raise ValueError(
+            f"`capture_target` needs the whole target on one GPU, but its weights are in parts, here on "
+            f"{', '.join(devices)}: leave it out, or load the target without `device_map` and `target_tp`."
+        )
+
+
 def precision(model: PreTrainedModel) -> str:
     """What the weights are served in: the GGUF file, the quantisation method, or the dtype."""
     model = base_model(model)

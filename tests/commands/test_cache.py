@@ -176,6 +176,7 @@ def test_warm_start_from_a_cache(tmp_path, states):
         (["--target_dtype", "float32"], "`target_dtype` needs `target`"),
         (["--keep_target_states", "true"], "`keep_target_states` is of no use"),
         (["--compile_target", "true"], "`compile_target` is of no use"),
+        (["--capture_target", "true"], "`capture_target` is of no use"),
     ],
 )
 def test_other_arguments_than_the_caches_are_refused(flags, message, tmp_path, states):

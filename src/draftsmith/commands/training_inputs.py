@@ -93,7 +93,8 @@ def cached_inputs(
         ValueError: the cache is unfinished, damaged or of something else; or an option is of no use with it, or needs
             a target that is not given.
     """
-    for name, default in (("target_tp", 1), ("compile_target", False), ("keep_target_states", False)):
+    of_a_forward = {"target_tp": 1, "compile_target": False, "capture_target": False, "keep_target_states": False}
+    for name, default in of_a_forward.items():
         if getattr(args, name) != default:
             raise ValueError(f"`{name}` is of no use with `hidden_states`, where the target is not run: leave it out.")
     needing = {"eval_prompts": args.eval_prompts, "init_from_layer": draft_args.init_from_layer}

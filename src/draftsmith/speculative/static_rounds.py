@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
 
+from ..cuda_graphs import capture
 from ..models.eagle3 import Eagle3DraftModel
 from ..transformers_hooks import ATTENTION_NAME, BlockSparseMask
 from .rounds import Drafter, Verifier, speculative_round
@@ -198,25 +199,9 @@ class StaticRounds:
 
     def _captured(self) -> Callable[[], Tensor]:
         """A round as a graph, after one that compiled what there is to compile; else as it is, and a warning."""
-        graph, generator_state = torch.cuda.CUDAGraph(), torch.cuda.get_rng_state(self.active.device)
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
-                outcome = self._round()
+            return capture(self._round, self.active.device)
         except RuntimeError as error:
-            _free_generator(self.active.device, generator_state)
             name, reason = self.verifier.target.config.model_type, str(error).partition("\n")[0]
             logger.warning("Decoding `%s` without a CUDA graph, since capturing it failed: %s", name, reason)
             return self._round
-
-        def replay() -> Tensor:
-            graph.replay()
-            return outcome
-
-        return replay
-
-
-def _free_generator(device: torch.device, state: Tensor) -> None:
-    """A capture that failed leaves the device's generator in it for good: every later random number would raise."""
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(torch.Generator(device).graphsafe_get_state())
-    torch.cuda.set_rng_state(state, device)

@@ -65,6 +65,14 @@ class Eagle3TrainingArguments(TrainingArguments):
         default=False,
         metadata={"help": "Compile the target's layers by `torch.compile`: a faster forward after the first batches."},
     )
+    capture_target: bool = field(
+        default=False,
+        metadata={
+            "help": "Record the target's forward as a CUDA graph and replay it: for a small target, where the GPU "
+            "waits for the host. A shape of batch that comes again is recorded once, up to 8 of them: it wants packed "
+            "rows of one length. Keeps the memory of a forward's activations; no effect on the CPU."
+        },
+    )
     keep_target_states: bool = field(
         default=False,
         metadata={
@@ -133,7 +141,7 @@ class Eagle3TrainingArguments(TrainingArguments):
             raise ValueError(
                 "`keep_target_states` needs `per_device_train_batch_size=1`: batches change with every epoch."
             )
-        _refuse_uneven_groups(self)
+        _check_target_groups(self)
         recompute = self.gradient_checkpointing_kwargs
         if isinstance(recompute, dict) and recompute.get("use_reentrant"):
             raise ValueError(
@@ -161,7 +169,12 @@ class Eagle3TrainingArguments(TrainingArguments):
             _complete(self.deepspeed_plugin.deepspeed_config, self.max_grad_norm)
 
 
-def _refuse_uneven_groups(args: Eagle3TrainingArguments) -> None:
+def _check_target_groups(args: Eagle3TrainingArguments) -> None:
+    if args.capture_target and args.target_tp > 1:
+        raise ValueError(
+            f"`capture_target` records the forward of a whole target, but `target_tp` is {args.target_tp}: leave one "
+            "of them out."
+        )
     if args.target_tp < 1 or args.world_size % args.target_tp:
         raise ValueError(
             f"`target_tp` is {args.target_tp}, which does not divide the {args.world_size} processes of this launch: "

@@ -93,6 +93,8 @@ class Eagle3Trainer(PublishingTrainer):
         self.target: Any = target  # FrozenTarget | CachedTarget
         if args.compile_target and isinstance(target, FrozenTarget):
             target.compile_layers()
+        if args.capture_target and isinstance(target, FrozenTarget):
+            target.capture_forward()
         for parameter in model.parameters():
             if parameter.requires_grad:  # fp32 masters, however the head was loaded
                 parameter.data = parameter.data.float()

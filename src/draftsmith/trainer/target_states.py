@@ -43,7 +43,7 @@ class TargetStateSource:
 
 def refuse_without_layers(args: Eagle3TrainingArguments, target: Any) -> None:
     """Options that run the target, where it has no layers to run."""
-    needing = ("eval_prompts", "compile_target", "keep_target_states")
+    needing = ("eval_prompts", "compile_target", "capture_target", "keep_target_states")
     if isinstance(target, CachedTarget) and (given := [f"`{name}`" for name in needing if getattr(args, name)]):
         raise ValueError(f"{', '.join(given)}: the target of a cache has no layers: pass the whole target.")
 
