@@ -36,8 +36,18 @@ def qwen3(**sizes: Any) -> Qwen3Config:
     return Qwen3Config(**shape | sizes)
 
 
-SHAPES: dict[str, Callable[..., PreTrainedConfig]] = {"llama": llama, "qwen3": qwen3, "gpt-oss": gpt_oss}
-TITLES = {"llama": "Llama-3.1-8B", "qwen3": "Qwen3-8B", "gpt-oss": "gpt-oss-20b"}
+def smollm2(**sizes: Any) -> PreTrainedConfig:
+    shape = {
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return llama(**shape | sizes)
+
+
+SHAPES: dict[str, Callable[..., PreTrainedConfig]] = {
+    "llama": llama, "qwen3": qwen3, "gpt-oss": gpt_oss, "smollm2": smollm2,
+}  # fmt: skip
+TITLES = {"llama": "Llama-3.1-8B", "qwen3": "Qwen3-8B", "gpt-oss": "gpt-oss-20b", "smollm2": "SmolLM2-135M"}
 
 
 @dataclass(frozen=True)
@@ -72,9 +82,10 @@ class Case:
     def small(self) -> "Case":
         """The same step at a few hundred rows, with heads of the same width and grouping."""
         config = self.target_config
+        group, keys = config.num_attention_heads // config.num_key_value_heads, max(1, config.num_key_value_heads // 4)
         sizes = {
-            **SMALL, "num_attention_heads": config.num_attention_heads // 4,
-            "num_key_value_heads": config.num_key_value_heads // 4, "head_dim": self.draft_config.head_dim,
+            **SMALL, "num_attention_heads": group * keys, "num_key_value_heads": keys,
+            "head_dim": self.draft_config.head_dim,
         }  # fmt: skip
         return self._resized(sizes, SMALL_LENGTH, self.draft_vocabulary and 2000)
 
@@ -189,7 +200,8 @@ def _draft(
 
 def _whole(name: str, shape: str, length: int, ours: str = "ours", parts: bool = True, **options: Any) -> Case:
     alone = ("ours compiled", "target", "target compiled", "attention", "gemms", "optimizer") if parts else ()
-    return Case(name, shape, length, whole=True, contenders=(ours, *alone), **options)
+    graphs = ("ours captured", "target captured") if shape == "smollm2" else ()  # where the host is what takes time
+    return Case(name, shape, length, whole=True, contenders=(ours, *alone, *graphs), **options)
 
 
 PEER_NAMES = {
@@ -220,6 +232,7 @@ CASES = [
     _draft("qwen3 8k", "qwen3", 8 * K),
     _draft("qwen3 8k, K 3, full", "qwen3", 8 * K, steps=3, draft_vocabulary=None),
     _whole("qwen3 8k, whole", "qwen3", 8 * K),
+    _whole("smollm2 packed 16x512, whole", "smollm2", 8 * K, draft_vocabulary=16384, documents=16),
     _draft("gpt-oss 8k, K 3, full", "gpt-oss", 8 * K, steps=3, draft_vocabulary=None),
     _draft("gpt-oss 8k", "gpt-oss", 8 * K),
     _draft("llama 32k, 25%", "llama", 32 * K, share=25),

@@ -57,6 +57,13 @@ class Step:
         target.compile_layers()
         return target
 
+    @cached_property
+    def captured_target(self) -> FrozenTarget:
+        """The same layers as a CUDA graph."""
+        target = FrozenTarget(self.target.model, self.target.aux_layer_ids)
+        target.capture_forward()
+        return target
+
 
 @torch.no_grad()
 def predicted_ids(target: FrozenTarget, batch: Batch, size: int) -> Tensor:
@@ -71,9 +78,9 @@ def predicted_ids(target: FrozenTarget, batch: Batch, size: int) -> Tensor:
 class Whole(Contender):
     """As `Eagle3Trainer` does it for one micro-batch."""
 
-    def __init__(self, step: Step, recompute: bool = False, compiled: bool = False):
+    def __init__(self, step: Step, recompute: bool = False, target: str = "target"):
         self.step, self.model, self.recompute = step, step.draft, recompute
-        self.target = step.compiled_target if compiled else step.target
+        self.target = getattr(step, target)
 
     def run(self) -> list[Tensor]:
         step = self.step
@@ -90,9 +97,9 @@ class Whole(Contender):
 
 
 class TargetAlone(Contender):
-    def __init__(self, step: Step, compiled: bool = False):
+    def __init__(self, step: Step, target: str = "target"):
         self.step, self.model = step, step.draft
-        self.target = step.compiled_target if compiled else step.target
+        self.target = getattr(step, target)
 
     def run(self) -> list[Tensor]:
         self.target(self.step.batch.input_ids, document_ids=self.step.batch.tensors["document_ids"])
@@ -195,9 +202,11 @@ PARTS = ("target", "attention", "gemms")  # whose times add up to the bar
 WHOLE_CONTENDERS: dict[str, Callable[[Step], Contender]] = {
     "ours": Whole,
     "ours recompute": partial(Whole, recompute=True),
-    "ours compiled": partial(Whole, compiled=True),
+    "ours compiled": partial(Whole, target="compiled_target"),
+    "ours captured": partial(Whole, target="captured_target"),
     "target": TargetAlone,
-    "target compiled": partial(TargetAlone, compiled=True),
+    "target compiled": partial(TargetAlone, target="compiled_target"),
+    "target captured": partial(TargetAlone, target="captured_target"),
     "attention": AttentionAlone,
     "gemms": GemmsAlone,
     "optimizer": OptimizerAlone,
