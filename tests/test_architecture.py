@@ -27,7 +27,11 @@ ALLOWED = {
     "captured_forwards": {"cuda_graphs"},
     "tensor_parallel": {"ops", "target_family"},
     "target": {
-        "captured_forwards", "compiled_forwards", "revisions", "target_family", "tensor_parallel",
+        "captured_forwards",
+        "compiled_forwards",
+        "revisions",
+        "target_family",
+        "tensor_parallel",
         "transformers_hooks",
     },
     # `target` alone reads a target's weights, `models` asks it for rows; heads in the layouts of `serving` load

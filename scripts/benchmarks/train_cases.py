@@ -18,7 +18,7 @@ from .targets import gpt_oss, llama
 
 
 PERIOD = 1024  # tokens that one turn of the user and one of the assistant take together
-SMALL = {"vocab_size": 8209, "hidden_size": 512, "intermediate_size": 1024}  # heads of the real width, a quarter
+SMALL = {"vocab_size": 8209, "hidden_size": 576, "intermediate_size": 1024}  # heads of the real width, a quarter
 SMALL_LENGTH = 512
 TINY = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 2,
