@@ -40,6 +40,15 @@ def poison_uninitialised_memory(monkeypatch):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 
 
+@pytest.fixture
+def replays(monkeypatch):
+    """The CUDA graphs that are replayed, as often as they are."""
+    calls = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (calls.append(graph), replay(graph)))
+    return calls
+
+
 def pytest_terminal_summary(terminalreporter):
     """The worst errors of tests that record them; here, because under xdist no other process sees all tests."""
     properties = [

@@ -225,14 +225,6 @@ def gpu_model(family):
     return tiny_model(family, **options).cuda()
 
 
-@pytest.fixture
-def replays(monkeypatch):
-    calls = []
-    replay = torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (calls.append(graph), replay(graph)))
-    return calls
-
-
 def attend_by(monkeypatch, engine):
     attention = functools.partial(block_sparse_flash_attention, implementation=engine)
     monkeypatch.setattr("draftsmith.transformers_hooks.block_sparse_flash_attention", attention)

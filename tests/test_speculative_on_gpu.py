@@ -17,15 +17,6 @@ pytestmark = pytest.mark.gpu
 CAPTURED = [family for family in FAMILIES if family != "gpt_oss"]  # transformers' experts ask the host where to go
 
 
-@pytest.fixture
-def replays(monkeypatch):
-    """How often a graph is replayed."""
-    calls = []
-    replay = torch.cuda.CUDAGraph.replay
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (calls.append(graph), replay(graph)))
-    return calls
-
-
 def case(family, lengths=(5, 11, 8), new_tokens=64, implementation="sdpa", dtype=torch.float32, **options):
     target = make_target(family).to("cuda", dtype)
     target.set_attn_implementation(implementation)

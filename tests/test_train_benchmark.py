@@ -31,7 +31,6 @@ from draftsmith.ops.streaming_loss.reference import reference_draft_loss
 
 CPU = torch.device("cpu")
 QUARTER = Case("quarter", "llama", 0, steps=3, share=25).tiny()
-CASES_BY_NAME = {case.name: case for case in CASES}
 PACKED = Case("packed", "gpt-oss", 0, steps=3, share=50, documents=4, draft_vocabulary=None).tiny()
 
 
@@ -48,15 +47,17 @@ def run(*arguments, path):
 def test_runs_dry(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(train, "peer", not_installed)
     path = tmp_path / "train.json"
-    whole = "gpt-oss 8k, K 3, full, whole"
-    rows = run("--cases", "llama 2k", "llama 8k, 25%", whole, path=path)
+    whole, captured = "gpt-oss 8k, K 3, full, whole", "smollm2 packed 16x512, whole"
+    rows = run("--cases", "llama 2k", "llama 8k, 25%", whole, captured, path=path)
     reasons = {contender: row["reason"] for (_, contender), row in rows.items() if row["status"] != "ok"}
     assert reasons == {"specforge compact": "not installed", "specforge": "not installed"}
     ours = [row for (_, contender), row in rows.items() if contender in ("ours", "ours recompute")]
-    assert len(ours) == 2 + 1 + 1
+    assert len(ours) == 2 + 1 + 1 + 1
     assert all(row["error_over_dense"] <= 2 and row["tokens_per_second"] > 0 for row in ours)
     assert all(len(row["rounds_ms"]) == 3 and row["recompilations"] == 0 for row in ours)
-    assert {contender for case, contender in rows if case == whole} == set(CASES_BY_NAME[whole].contenders)
+    graphs = {"ours captured", "target captured"}
+    for case, left_out in ((whole, {"ours recompute", *graphs}), (captured, {"ours recompute"})):
+        assert {contender for name, contender in rows if name == case} == WHOLE_CONTENDERS.keys() - left_out
     parts = [rows[whole, name]["ms"] for name in ("target", "attention", "gemms")]
     assert rows[whole, "ours"]["parts_ms"] == pytest.approx(sum(parts))
     assert rows[whole, "gemms"]["tflops"] > 0

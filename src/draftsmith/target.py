@@ -184,11 +184,10 @@ class FrozenTarget:
         if document_ids is None:
             document_ids = _documents_of(input_ids, position_ids)
         input_ids, document_ids = input_ids.long(), document_ids.long()  # as other ranks expect to receive them
-        if self._captured is not None:
-            return self._captured.run(self._training_forward, input_ids, document_ids)
-        if self._shards is None:
+        runner = self._captured or self._shards
+        if runner is None:
             return self._training_forward(input_ids, document_ids)
-        return self._shards.run(self._training_forward, input_ids, document_ids)
+        return runner.run(self._training_forward, input_ids, document_ids)
 
     @property
     def tp_size(self) -> int:

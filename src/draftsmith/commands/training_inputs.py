@@ -14,6 +14,7 @@ from ..data.hidden_states import DamagedShard, HiddenStateCache, Manifest
 from ..model_card import RunRecord, Source
 from ..model_card.run_record import HUB
 from ..trainer import Eagle3TrainingArguments
+from ..trainer.target_states import OF_THE_FORWARD
 from .arguments import DraftArguments, OptionalTargetArguments
 from .cached_sources import refuse_other_sources
 from .run_record import CHOSEN, DECIDED
@@ -93,8 +94,7 @@ def cached_inputs(
         ValueError: the cache is unfinished, damaged or of something else; or an option is of no use with it, or needs
             a target that is not given.
     """
-    of_a_forward = {"target_tp": 1, "compile_target": False, "capture_target": False, "keep_target_states": False}
-    for name, default in of_a_forward.items():
+    for name, default in {"target_tp": 1, **dict.fromkeys(OF_THE_FORWARD, False)}.items():
         if getattr(args, name) != default:
             raise ValueError(f"`{name}` is of no use with `hidden_states`, where the target is not run: leave it out.")
     needing = {"eval_prompts": args.eval_prompts, "init_from_layer": draft_args.init_from_layer}

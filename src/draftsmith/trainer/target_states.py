@@ -12,6 +12,9 @@ from ..target import FrozenTarget
 from .arguments import Eagle3TrainingArguments
 
 
+OF_THE_FORWARD = ("compile_target", "capture_target", "keep_target_states")  # options, all False if left out
+
+
 class TargetStateSource:
     """Of each batch the auxiliary states `[B, T, n * Ht]`, and the teacher's `[|R_0|, Ht]`."""
 
@@ -43,7 +46,7 @@ class TargetStateSource:
 
 def refuse_without_layers(args: Eagle3TrainingArguments, target: Any) -> None:
     """Options that run the target, where it has no layers to run."""
-    needing = ("eval_prompts", "compile_target", "capture_target", "keep_target_states")
+    needing = ("eval_prompts", *OF_THE_FORWARD)
     if isinstance(target, CachedTarget) and (given := [f"`{name}`" for name in needing if getattr(args, name)]):
         raise ValueError(f"{', '.join(given)}: the target of a cache has no layers: pass the whole target.")
 
