@@ -87,6 +87,8 @@ def test_interval_is_that_of_a_ratio_over_prompts():
     expected = torch.quantile(resampled, torch.tensor([0.025, 0.975])).tolist()
     assert [low, high] == pytest.approx(expected, abs=0.02)
     assert Acceptance(3, [4], [2]).interval is None
+    assert Acceptance(3, [4] * 9, [2] * 9).interval is None  # as of a server that counts nine batches
+    assert Acceptance(3, [4] * 10, [2] * 10).interval == (1.5, 1.5)
 
 
 def test_counts_add_up_and_nothing_drafted_is_one():

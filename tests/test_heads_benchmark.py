@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.image import imread
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 import benchmark
-from benchmarks.heads import dealt
 from benchmarks.heads_arms import ALL_ARMS, ARMS, RECIPE, Arm, check_evaluation, distinct, parsed_arms
 from benchmarks.heads_train import AS_IT_IS, VARIANTS, label_row_sets
 
-from benchmarks import heads_figures, heads_runs, heads_train
+from benchmarks import heads, heads_figures, heads_plots, heads_runs, heads_train
 from draftsmith import commands
 from draftsmith.alignment import row_sets
 from draftsmith.commands.parsing import UsageError
@@ -60,8 +60,8 @@ def test_a_wrong_evaluation_is_refused_before_anything_is_trained(tmp_path):
 
 
 def test_jobs_are_dealt_over_gpus():
-    assert dealt(5, ["2", "7"]) == ["2", "7", "2", "7", "2"]
-    assert dealt(2, [None]) == [None, None]
+    assert heads.dealt(5, ["2", "7"]) == ["2", "7", "2", "7", "2"]
+    assert heads.dealt(2, [None]) == [None, None]
 
 
 def test_label_positions_hold_what_a_server_drafts():
@@ -119,7 +119,7 @@ def commands_run_here(monkeypatch):
 @pytest.mark.usefixtures("commands_run_here")
 def test_trains_decodes_and_resumes(experiment, tmp_path, capsys):
     directory = Path(experiment[experiment.index("--directory") + 1])
-    flags = [*experiment, "--arms", "vocabulary_full", "vocabulary_32768", "k_3"]
+    flags = [*experiment, "--arms", "vocabulary_full", "vocabulary_32768", "k_3"]  # k_3 is the recipe
     benchmark.main([*flags, "--save-points", "2"])
     said = capsys.readouterr().out
     assert "3 of 3 trainings to run" in said and "`draft_vocab_size`=32768 is not in" in said
@@ -186,6 +186,39 @@ def test_differences_are_of_the_same_prompts():
     assert heads_figures.verdict(value, low, high) == f"Better by {value:.3f}, outside the interval."
     assert heads_figures.verdict(-0.1, -0.2, 0.0) == "Within the interval."
     assert heads_figures.verdict(-0.2, -0.3, -0.1) == "Worse by 0.200, outside the interval."
+
+
+def test_what_a_training_logged_is_thinned_and_keeps_its_last_point():
+    entries = [{"num_tokens": 10.0 * step, "acceptance_length": 1 + step / 100} for step in range(1, 102)]
+    thinned = heads_train.logged([{"eval_loss": 1.0}, *entries, {"train_runtime": 3.0}])
+    assert 20 <= len(thinned) <= heads_train.LOGGED and thinned[-1] == {"tokens": 1010, "acceptance_length": 2.01}
+    assert np.ptp(np.diff([point["tokens"] for point in thinned])) == 0
+    assert [point["tokens"] for point in heads_train.logged(entries[:3])] == [10, 20, 30]
+    assert heads_train.logged([]) == []
+
+
+def test_learning_is_drawn_of_what_there_is(tmp_path):
+    sets = {"a": {"acceptance_length": 1.5}}
+    curve = [{"tokens": 10, "seconds": 3.0, "sets": {"a": 1.5}}]
+    log = [{"tokens": 10, "acceptance_length": 1.2}]
+    crowded, alone = ({"sets": sets, "curve": curve, "jobs": jobs, "logged": log} for jobs in (2, 1))
+    without = {"sets": sets, "curve": [], "jobs": 1, "logged": log}
+    heads_plots.draw_learning({"recipe": [without]}, tmp_path / "none.png")
+    widths = []
+    for name, rows in {
+        "logs": {"recipe": [without], "k_3": [without]},
+        "set": {"recipe": [crowded]},
+        "set_and_seconds": {"recipe": [alone]},
+        "all": {"recipe": [alone], "k_3": [alone]},
+    }.items():
+        heads_plots.draw_learning(rows, tmp_path / f"{name}.png")
+        widths.append(imread(tmp_path / f"{name}.png").shape[1])
+    assert widths[0] == widths[1] < widths[2] < widths[3] and not (tmp_path / "none.png").exists()
+
+
+def test_a_peer_at_a_rate_not_its_own_is_another_arm():
+    assert heads.peer_name({"learning_rate": 1e-4}) == "specforge"
+    assert heads.peer_name({"learning_rate": 1e-3}) == "specforge, rate 0.001"
 
 
 def test_time_to_the_peers_acceptance():

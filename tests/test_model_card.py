@@ -95,7 +95,8 @@ def evaluation_of(path, *, engine="hf", categories=("math", "chat | misc"), coun
     }
     report = Report(settings)
     groups = [Group(category, None) for category in categories]
-    counts = [Acceptance(3, [10, 12], [8, 11], [12, 5, 2], prompts=2, new_tokens=43, seconds=2.0) for _ in groups]
+    accepted = [2, 2, 2, 1, 2, 2, 1, 2, 2, 2, 1]
+    counts = [Acceptance(3, [2] * 11, accepted, [12, 5, 2], prompts=11, new_tokens=43, seconds=2.0) for _ in groups]
     if not counted:
         counts = [Acceptance(3, [], [], prompts=2, new_tokens=43, seconds=2.0) for _ in groups]
     for temperature in (0.0, 0.7):
@@ -364,7 +365,8 @@ class TestCard:
             "prompts of mt_bench, gsm8k (a local copy), mine.jsonl, at most 4 of each category; at most 64 new tokens",
             "**3 draft tokens, temperature 0.7**: acceptance length 1.864 (95%: ",
             "in 44 verifications; 21.5 tokens/s, 11.5 without the head",
-            "| math | 2 | 1.864 |", "| chat \\| misc | 2 |", "| all prompts | 4 |", " 0.545 | 0.227 | 0.091 | 21.5 |",
+            "| math | 11 | 1.864 |", "| chat \\| misc | 11 |", "| all prompts | 22 |",
+            " 0.545 | 0.227 | 0.091 | 21.5 |",
             "![result](result.png)", "no other temperature than 0, 0.7 and no other server", "trees were not measured",
         ):  # fmt: skip
             assert line in text, line
@@ -719,10 +721,10 @@ def test_nothing_accepted_is_zero_and_not_unknown(head, tmp_path):
     evaluation = json.loads(path.read_text())
     for result in evaluation["results"]:
         for counts in (result["total"], result["categories"]["math"]):
-            counts |= {"accepted": [0, 0], "accepted_per_position": [0] * 3, "rates": [0.0] * 3}
+            counts |= {"accepted": [0] * 11, "accepted_per_position": [0] * 3, "rates": [0.0] * 3}
             counts |= {"acceptance_length": 1.0, "interval": [1.0, 1.0]}
     path.write_text(json.dumps(evaluation))
-    row = "| math | 2 | 1.000 | 1.000 to 1.000 | 0.000 | 0.000 | 0.000 | 21.5 |"
+    row = "| math | 11 | 1.000 | 1.000 to 1.000 | 0.000 | 0.000 | 0.000 | 21.5 |"
     assert row in card_of(head, "--evaluation", path, "--target", TARGET)
 
 

@@ -31,6 +31,7 @@ from .heads_runs import Experiment, Failed, Row, Training, decoded_curve, digest
 
 
 DECIDED_HERE = {"target", "dataset", "output_dir", "resume_from_checkpoint", "draft", "prompts", "output"}
+PEER_RATE = 1e-4  # its own
 PATHS = {"target", "data", "output_dir"}  # settings of the peer that are of no other machine
 DRY_TRAINING = {"max_steps": 2, "max_length": 128, "row_length": 128}
 DRY_DECODING = {"num_prompts": 2, "max_new_tokens": 4}
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> None:
             keep(results, row)
         return
     names = {arm.name for arm in ALL_ARMS} if args.arms == ["all"] else set(args.arms)
-    wanted = {RECIPE.name} | {alike.get(name, name) for name in names}
+    wanted = {alike.get(name, name) for name in names}
     trainings = [Training(experiment, arm, seed) for seed in args.seeds for arm in distinct_arms if arm.name in wanted]
     todo = [training for training in trainings if not any(training.is_in(row) for row in results.rows)]
     print(f"{len(todo)} of {len(trainings)} trainings to run", flush=True)
@@ -74,9 +75,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--held-out", type=Path, nargs="+", required=True, help="JSON Lines of prompts, a set each")
     parser.add_argument("--recipe", type=Path, default=ROOT / "configs" / "recipe.yaml")
     parser.add_argument("--arms", nargs="+", default=[RECIPE.name], choices=["all", *ARMS], metavar="ARM",
-                        help=f"beside the recipe; all, or {', '.join(ARMS)}")  # fmt: skip
+                        help=f"all, or of {', '.join(ARMS)} (default: the recipe alone)")  # fmt: skip
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at once")
+    parser.add_argument("--jobs", type=int, default=1, help="trainings at once, also of --decode-only")
     parser.add_argument("--save-points", type=int, default=0, help="heads kept and decoded on the way, at least 2")
     parser.add_argument("--directory", type=Path, default=ROOT / "runs" / "heads", help="of heads and logs")
     parser.add_argument(
@@ -186,8 +187,13 @@ def decode_only(experiment: Experiment, heads: Sequence[Path], peer: Path | None
     first, *others = experiment.decode(heads[-1].absolute(), place / f"{heads[-1].name}.json", gpu)
     curve = list(decoded_curve(experiment, heads, step_of(heads[-1]), first, place, gpu, figures))
     flags = {name: value for name, value in content["settings"].items() if name not in PATHS}
-    trained = {"arm": "specforge", "axis": PEER, "flags": flags, "jobs": 1}
+    trained = {"arm": peer_name(flags), "axis": PEER, "flags": flags, "jobs": experiment.jobs}
     yield {**trained, **shared, **curve[-1], "sets": first["sets"], "others": without_counts(others), "curve": curve}
+
+
+def peer_name(flags: Row) -> str:
+    rate = flags["learning_rate"]
+    return "specforge" if rate == PEER_RATE else f"specforge, rate {rate:g}"
 
 
 def seen(row: Row) -> Row:

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from .common import OUTPUT, introduce, markdown_table, not_run
-from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, STEPS, Arm
+from .heads_arms import ALL_ARMS, ARMS, PEER, RECIPE, Arm
+from .heads_plots import draw_learning, draw_positions, points
 
 
 Row = dict[str, Any]
 Counts = dict[str, np.ndarray]  # of each set, [prompts, 2] verifications and accepted tokens
 DRAWS = 4000
 ALIKE = 0.02  # share by which tokens seen may differ
-K_ARMS = [arm.name for arm in ALL_ARMS if arm.axis == STEPS]
 
 
 def main(arguments: list[str]) -> None:
@@ -34,7 +33,7 @@ def main(arguments: list[str]) -> None:
     sections = [
         introduction(content, rows[RECIPE.name]),
         *axis_tables(rows, content["settings"]["alike"]),
-        peer_section(rows),
+        *(peer_section(rows[RECIPE.name][0], runs[0]) for runs in rows.values() if runs[0]["axis"] == PEER),
     ]
     sections += [not_run("Not run", "arm", content["rows"], lambda row: f"seed {row['seed']}"), left_out(others)]
     name = args.results.stem
@@ -184,11 +183,8 @@ def capitalized(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def peer_section(rows: Mapping[str, list[Row]]) -> str:
-    """Ours, the recipe's first run, against the peer: acceptance of the last heads, and time to the peer's."""
-    ours, peer = rows[RECIPE.name][0], peer_of(rows)
-    if peer is None:
-        return ""
+def peer_section(ours: Row, peer: Row) -> str:
+    """The recipe's first run against a peer's: acceptance of the last heads, and time to the peer's."""
     own, other = counts_of([ours]), counts_of([peer])
     lines = []
     for name in [*own, "mean"]:
@@ -198,10 +194,6 @@ def peer_section(rows: Mapping[str, list[Row]]) -> str:
         lines.append((name, *numbers, interval_text(*found), verdict(*found)))
     table = markdown_table(f"Ours and {peer['arm']}", ("set", "ours", peer["arm"], "difference", ""), lines)
     return f"{table}\n\n{seen_text(ours, peer)} {time_text(ours, peer)}"
-
-
-def peer_of(rows: Mapping[str, list[Row]]) -> Row | None:
-    return next((runs[0] for runs in rows.values() if runs[0]["axis"] == PEER), None)
 
 
 def seen_text(ours: Row, peer: Row) -> str:
@@ -228,12 +220,6 @@ def time_text(ours: Row, peer: Row) -> str:
     return f"{text}, ours after {reached:.0f} s, {reached / peer['seconds']:.2f} of it{crowded}."
 
 
-def points(curve: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
-    """The mean of the sets over `axis`, from an untrained head, of which nothing is accepted."""
-    means = [float(np.mean(list(point["sets"].values()))) for point in curve]
-    return [0.0, *(point[axis] for point in curve)], [1.0, *means]
-
-
 def seconds_to(curve: Sequence[Row], goal: float) -> float | None:
     """When the curve first reaches `goal`, between save points along a line."""
     seconds, means = points(curve, "seconds")
@@ -246,42 +232,3 @@ def seconds_to(curve: Sequence[Row], goal: float) -> float | None:
 
 def left_out(others: Sequence[str]) -> str:
     return f"Left out, being of another recipe or other data: {'; '.join(others)}." if others else ""
-
-
-def draw_positions(rows: Mapping[str, list[Row]], path: Path) -> None:
-    """What share of verifications accepts up to each position: the recipe, its other K, and the peer."""
-    shown = {name: runs[0] for name, runs in rows.items() if name in (RECIPE.name, *K_ARMS) or runs[0]["axis"] == PEER}
-    sets = rows[RECIPE.name][0]["sets"]
-    figure = Figure(figsize=(3.4 * len(sets), 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(sets), sharey=True, squeeze=False)[0], sets, strict=True):
-        for arm, row in shown.items():
-            counts = row["sets"][name]
-            label = f"{arm}, {counts['acceptance_length']:.2f}"
-            axes.plot(range(1, len(counts["rates"]) + 1), counts["rates"], "o-", label=label)
-        axes.set(title=name, xlabel="position", ylim=(0, None))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=8)
-    figure.supylabel("share of verifications that accept up to it", fontsize=10)
-    figure.savefig(path, dpi=110)
-
-
-def draw_learning(rows: Mapping[str, list[Row]], path: Path) -> None:
-    """Acceptance length of each set over the tokens seen, and their mean over the seconds, where heads were kept."""
-    shown = {name: runs[0]["curve"] for name, runs in rows.items() if runs[0]["curve"]}
-    if not shown:
-        return
-    panels = [*rows[RECIPE.name][0]["sets"], "mean"]
-    figure = Figure(figsize=(3.4 * len(panels), 3.6), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-        for arm, curve in shown.items():
-            if name == "mean":
-                axes.plot(*points(curve, "seconds"), "o-", label=arm)
-            else:
-                tokens = [point["tokens"] / 1e6 for point in curve]
-                axes.plot(tokens, [point["sets"][name] for point in curve], "o-", label=arm)
-        axes.set(title=name, xlabel="seconds of training" if name == "mean" else "million tokens seen")
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(frameon=False, fontsize=8)
-    figure.supylabel("acceptance length", fontsize=10)
-    figure.savefig(path, dpi=110)

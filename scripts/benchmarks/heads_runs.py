@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ Row = dict[str, Any]
 RUN = {"report_to": "none", "disable_tqdm": True}  # of every training
 WITHOUT_CURVE = {"save_strategy": "no"}
 TAIL = 12  # lines of a failed run's log
+DECODED_AT_ONCE = 4  # heads of a curve: each is a process that spends most of its time starting
 
 
 class Failed(Exception):
@@ -162,15 +164,17 @@ def decoded_curve(
     seen: Mapping[int, Row],
 ) -> Iterator[Row]:
     """Of each save point what it has `seen`, by its step, and accepts; of the `last` step that is known: `final`."""
-    for path in heads:
-        if (step := step_of(path)) == last:
-            result = final
-        else:
-            result = experiment.decode(
-                path.absolute(), place / f"{path.name}.json", gpu, **experiment.first_setting()
-            )[0]
-        lengths = {name: counts["acceptance_length"] for name, counts in result["sets"].items()}
-        yield {"step": step, **seen[step], "sets": lengths}
+
+    def decoded(path: Path) -> Row:
+        if step_of(path) == last:
+            return final
+        output = place / f"{path.name}.json"
+        return experiment.decode(path.absolute(), output, gpu, **experiment.first_setting())[0]
+
+    with ThreadPoolExecutor(DECODED_AT_ONCE) as pool:
+        for path, result in zip(heads, pool.map(decoded, heads), strict=True):
+            lengths = {name: counts["acceptance_length"] for name, counts in result["sets"].items()}
+            yield {"step": step_of(path), **seen[step_of(path)], "sets": lengths}
 
 
 def figures(counts: Row) -> Row:

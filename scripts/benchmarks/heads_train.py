@@ -18,6 +18,7 @@ from draftsmith.models.eagle3 import checkpoint_eagle3
 
 
 AS_IT_IS = "as_it_is"
+LOGGED = 40  # points of a training's own curve, at most
 
 
 def random_rows() -> list[TrainerCallback]:
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokens, supervised = count(trainer.train_dataset)
     content = {
         **progress(trainer.state.log_history),
+        "logged": logged(trainer.state.log_history),
         "steps": trainer.state.global_step,
         "supervised_share": supervised / tokens,
         "trained_parameters": sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad),
@@ -88,6 +90,13 @@ def progress(log_history: list[dict[str, Any]]) -> dict[str, float]:
     """Tokens seen, and seconds of training, by the last log of a trainer."""
     last = next(entry for entry in reversed(log_history) if "num_tokens" in entry)
     return {"tokens": int(last["num_tokens"]), "seconds": 3600 * last["hours"]}
+
+
+def logged(log_history: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """The acceptance length on the batches trained on, over the tokens seen, evenly thinned; the last log is kept."""
+    entries = [entry for entry in log_history if "acceptance_length" in entry and "num_tokens" in entry]
+    kept = entries[:: -max(1, -(-len(entries) // LOGGED))][::-1]
+    return [{"tokens": int(entry["num_tokens"]), "acceptance_length": entry["acceptance_length"]} for entry in kept]
 
 
 def count(rows: Any) -> tuple[int, int]:

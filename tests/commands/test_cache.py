@@ -101,6 +101,9 @@ def test_training_from_a_cache_is_training_beside_the_target_bit_by_bit(
     assert records[0]["recipe"].pop("hidden_states") == "bfloat16"
     for key in ("target", "target_precision", "datasets", "coverage", "recipe"):
         assert records[0].get(key) == records[1].get(key)
+    prepared = HiddenStateCache(states / name).prepared_data().statistics["train"]
+    assert records[0]["datasets"][0]["rows"] == prepared.documents >= prepared.rows
+    assert (prepared.documents > prepared.rows) == (name == "packed")
     head = Eagle3DraftModel.from_pretrained(tmp_path / "cached", target=LlamaForCausalLM.from_pretrained(bf16_target))
     assert head.fc.weight.dtype == torch.bfloat16 or head.dtype == torch.bfloat16
 

@@ -44,7 +44,7 @@ class Source:
         name: its Hub id; of something local the last component of its path.
         kind: `hub`, `local` or `memory`.
         revision: the commit of a Hub repository.
-        split, rows: of a dataset.
+        split, rows: of a dataset; of rows those that were used, each a document, however they were packed.
     """
 
     name: str

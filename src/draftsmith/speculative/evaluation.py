@@ -17,6 +17,7 @@ from .rows import stop_and_pad_ids, tokens_before_eos
 
 
 CONFIDENCE = 1.96  # standard errors: 95%
+FEWEST_CLUSTERS = 10  # below, the scatter of so few says little about itself
 
 
 @dataclass
@@ -62,13 +63,13 @@ class Acceptance:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% confidence interval of the acceptance length; None for fewer than two clusters.
+        """95% confidence interval of the acceptance length; None for fewer than `FEWEST_CLUSTERS`.
 
         Rounds of a prompt are alike, so clusters are what varies: the standard error of a ratio of sums (Cochran,
         Sampling Techniques, 1977, 2.11).
         """
         clusters = len(self.rounds)
-        if clusters < 2:
+        if clusters < FEWEST_CLUSTERS:
             return None
         mean = self.acceptance_length - 1.0
         squares = sum((a - mean * m) ** 2 for a, m in zip(self.accepted, self.rounds, strict=True))
