@@ -23,7 +23,7 @@ from draftsmith.commands import cache, main, train
 from draftsmith.commands.arguments import DraftArguments, TargetArguments
 from draftsmith.commands.cached_sources import refuse_other_sources
 from draftsmith.commands.parsing import UsageError
-from draftsmith.data.hidden_states import CacheWriter, DamagedShard, HiddenStateCache, HiddenStateRows
+from draftsmith.data.hidden_states import CacheWriter, DamagedShard, HiddenStateCache, HiddenStateRows, Manifest
 from tests.data.common import CHATML, build_tokenizer, chat
 from tests.trainer.common import logged
 from tests.trainer.ranks import TORCHRUN, launch
@@ -436,6 +436,21 @@ def test_a_disk_that_fills_at_the_start_is_explained(limit, name, states, tmp_pa
     assert not list((tmp_path / "states").glob(".part-*"))
     cache.main(flags)
     assert contents(tmp_path / "states") == contents(states / "packed")
+
+
+def test_a_cache_that_counted_packed_rows_goes_on_and_its_documents_are_told(copied, bf16_target, data, tmp_path):
+    """As they were written before documents were counted."""
+    written = contents(copied)
+    index = Manifest.load(copied / "index.json")
+    documents = index.data["sources"][0]["rows"]
+    index.data["sources"][0]["rows"] = index.splits["train"].rows
+    assert index.splits["train"].rows < documents
+    index.save(copied, "index.json")
+    train.main(["--hidden_states", str(copied), *RUN, "--output_dir", str(tmp_path / "head")])
+    assert json.loads((tmp_path / "head" / "run.json").read_text())["datasets"][0]["rows"] == documents
+    next(copied.glob("train-00000*")).unlink()
+    cache.main(["--target", str(bf16_target), *data, *PACKED, "--output_dir", str(copied)])
+    assert contents(copied) == written
 
 
 def test_a_cache_goes_on_only_as_it_was_begun(copied, bf16_target, data, tmp_path):

@@ -61,7 +61,11 @@ def sources_of(data_args: DataArguments, data: PreparedData) -> tuple[list[Sourc
     )
 
 
-def _sources(names: Sequence[str], split: str, prepared: DatasetStatistics | None) -> list[Source]:
+def with_rows(sources: Sequence[Source], prepared: DatasetStatistics | None) -> list[Source]:
     """Rows are documents, packed or not. They were prepared of all sources together, so they are said of one alone."""
-    rows = prepared.documents if prepared is not None and len(names) == 1 else None
-    return [Source.of(name, split=split, rows=rows) for name in names]
+    rows = prepared.documents if prepared is not None and len(sources) == 1 else None
+    return [replace(source, rows=rows) for source in sources]
+
+
+def _sources(names: Sequence[str], split: str, prepared: DatasetStatistics | None) -> list[Source]:
+    return with_rows([Source.of(name, split=split) for name in names], prepared)

@@ -17,7 +17,7 @@ from ..trainer import Eagle3TrainingArguments
 from ..trainer.target_states import OF_THE_FORWARD
 from .arguments import DraftArguments, OptionalTargetArguments
 from .cached_sources import refuse_other_sources
-from .run_record import CHOSEN, DECIDED
+from .run_record import CHOSEN, DECIDED, with_rows
 
 
 _DECIDED = (*DECIDED, "chat_template_kwargs")  # data arguments that a run needs, decided when its cache was written
@@ -56,15 +56,17 @@ class TrainingInputs:
         """The record, with what the cache knows of the target and the data."""
         if self.manifest is None:
             return record
-        target, data = self.manifest.target, self.manifest.data
+        target, data, statistics = self.manifest.target, self.manifest.data, self.data.statistics
         chosen = {name: value for name in CHOSEN if (value := data["arguments"].get(name))}
         return replace(
             record,
             target=Source(target["name"], target["kind"], target["revision"]),
             target_precision=target["precision"],
             target_adapter=None if target["adapter"] is None else Source(**target["adapter"]),
-            datasets=[Source(**source) for source in data["sources"]],
-            eval_datasets=[Source(**source) for source in data["eval_sources"]],
+            datasets=with_rows([Source(**source) for source in data["sources"]], statistics["train"]),
+            eval_datasets=with_rows(
+                [Source(**source) for source in data["eval_sources"]], statistics.get("evaluation")
+            ),
             recipe={**record.recipe, **chosen, "hidden_states": self.manifest.storage},
         )
 
