@@ -89,6 +89,9 @@ def test_interval_is_that_of_a_ratio_over_prompts():
     assert Acceptance(3, [4], [2]).interval is None
     assert Acceptance(3, [4] * 9, [2] * 9).interval is None  # as of a server that counts nine batches
     assert Acceptance(3, [4] * 10, [2] * 10).interval == (1.5, 1.5)
+    assert Acceptance(3, [4] * 9 + [0] * 20, [2] * 9 + [0] * 20).interval is None  # answers of one token
+    assert Acceptance(3, [4, 2, 0] * 5, [2, 3, 0] * 5).interval == Acceptance(3, [4, 2] * 5, [2, 3] * 5).interval
+    assert Acceptance(3, [0] * 20, [0] * 20).interval is None
 
 
 def test_counts_add_up_and_nothing_drafted_is_one():

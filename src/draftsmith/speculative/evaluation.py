@@ -63,12 +63,12 @@ class Acceptance:
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """95% confidence interval of the acceptance length; None for fewer than `FEWEST_CLUSTERS`.
+        """95% confidence interval of the acceptance length; None for fewer than `FEWEST_CLUSTERS` with any round.
 
         Rounds of a prompt are alike, so clusters are what varies: the standard error of a ratio of sums (Cochran,
         Sampling Techniques, 1977, 2.11).
         """
-        clusters = len(self.rounds)
+        clusters = sum(map(bool, self.rounds))  # an answer of one token has none, and says nothing
         if clusters < FEWEST_CLUSTERS:
             return None
         mean = self.acceptance_length - 1.0
