@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -62,6 +63,24 @@ def test_a_wrong_evaluation_is_refused_before_anything_is_trained(tmp_path):
 def test_jobs_are_dealt_over_gpus():
     assert heads.dealt(5, ["2", "7"]) == ["2", "7", "2", "7", "2"]
     assert heads.dealt(2, [None]) == [None, None]
+
+
+def test_an_interruption_begins_no_further_training(monkeypatch):
+    begun = []
+
+    def row_of(training, gpu):
+        begun.append(training)
+        if training == 2:
+            raise KeyboardInterrupt
+        time.sleep(0.02)
+        return {"training": training}
+
+    monkeypatch.setattr(heads, "row_of", row_of)
+    assert [row["training"] for row in heads.run_all([0, 1], 1, time.monotonic() + 60)] == [0, 1]
+    rows = heads.run_all(range(2, 100), 1, time.monotonic() + 60)
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
+    assert len(begun) < 50
 
 
 def test_label_positions_hold_what_a_server_drafts():

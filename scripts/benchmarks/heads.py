@@ -155,11 +155,14 @@ def run_all(trainings: Sequence[Training], jobs: int, deadline: float) -> Iterat
         finally:
             free.put(gpu)
 
-    with ThreadPoolExecutor(jobs) as pool:
+    pool = ThreadPoolExecutor(jobs)
+    try:
         waiting = [pool.submit(run, training) for training in trainings]
         for future in tqdm(as_completed(waiting), total=len(waiting), desc="trainings"):
             if (row := future.result()) is not None:
                 yield row
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C begins none of those that wait
 
 
 def row_of(training: Training, gpu: str | None) -> Row:
