@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from draftsmith.data import DataArguments, DraftCollator, dataset_statistics, pack_dataset
+from draftsmith.data import DataArguments, DraftCollator, count_documents, dataset_statistics, pack_dataset
 from draftsmith.data.documents import Document
 from tests.data.common import answers, chat
 
@@ -55,6 +55,16 @@ def test_statistics_by_definition_packed_or_not(seed):
     assert packed.rows < 300
     packed.rows = 300
     assert packed == numbers or sorted(packed.lengths.counts) == sorted(numbers.lengths.counts)
+
+
+def test_documents_are_counted_packed_or_not():
+    rows = Dataset.from_list(documents(0))
+    packed = pack_dataset(rows, 1000)
+    assert len(packed) < count_documents(packed) == count_documents(rows) == count_documents(list(rows)) == 300
+    some = packed.select([3, 1])
+    assert count_documents(some) == len(packed[3]["document_lengths"]) + len(packed[1]["document_lengths"])
+    assert count_documents(packed.select([])) == 0 and count_documents(iter(rows)) is None
+    assert count_documents(packed.to_iterable_dataset()) is None
 
 
 def test_one_document():

@@ -3,7 +3,10 @@
 import json
 
 import pytest
+from datasets import Dataset
 from transformers import TrainerCallback
+
+from draftsmith.data import pack_dataset
 
 from .common import assert_equal_weights, logged, make_rows, make_trainer, weights_of
 
@@ -45,6 +48,14 @@ def test_figures_go_to_the_last_step(tmp_path):
     )
     assert 0 < record["hours"] <= output.metrics["train_runtime"] / 3600 + 1e-3
     assert record["tokens_per_second"] == pytest.approx(sum(LENGTHS) / (3600 * record["hours"]))
+
+
+def test_documents_are_told_of_packed_rows(tmp_path):
+    rows = [{**row, "turn_ids": [bit - 1 for bit in row["loss_mask"]], "length": 9} for row in make_rows([9] * 6)]
+    packed = pack_dataset(Dataset.from_list(rows), 20)
+    make_trainer(tmp_path, packed, eval_rows=packed.select([0])).save_model()
+    record = record_of(tmp_path)
+    assert len(packed) == 3 and record["datasets"][0]["rows"] == 6 and record["eval_datasets"][0]["rows"] == 2
 
 
 @pytest.mark.parametrize("logging_strategy", ["steps", "no"])

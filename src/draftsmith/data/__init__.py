@@ -8,7 +8,7 @@ from .pipeline import PreparedData, PreparedDocuments, draft_vocabulary_map, pre
 from .prepare import Report, preparation_fingerprint, tokenizer_fingerprint
 from .prepared_files import write_prepared
 from .prompts import PRESETS, LabelledPrompt, Prompt, pad_prompts, prompt_ids, read_prompts, render_prompts
-from .statistics import DatasetStatistics, Distribution, dataset_statistics
+from .statistics import DatasetStatistics, Distribution, count_documents, dataset_statistics
 from .vocabulary import (
     build_vocabulary_map,
     check_vocabulary_map,
@@ -34,6 +34,7 @@ __all__ = [
     "Report",
     "build_vocabulary_map",
     "check_vocabulary_map",
+    "count_documents",
     "count_tokens",
     "coverage",
     "d2t_to_t2d",

@@ -1,10 +1,12 @@
 """How long documents are, and how much of them is supervised."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset
 
 
@@ -54,6 +56,17 @@ def dataset_statistics(dataset: Dataset) -> DatasetStatistics:
         supervised=_distribution(supervised),
         turns_per_document=_distribution(turns),
     )
+
+
+def count_documents(rows: Any) -> int | None:
+    """Documents of training rows, packed or not; None where there is no telling how many rows there are."""
+    if not isinstance(rows, Sized):
+        return None
+    if not isinstance(rows, Dataset) or "document_lengths" not in rows.column_names:
+        return len(rows)
+    packed = rows.select_columns(["document_lengths"]).with_format("arrow")
+    counts = (pc.list_value_length(table["document_lengths"]) for table in packed.iter(batch_size=10_000))
+    return sum(pc.sum(count).as_py() for count in counts)
 
 
 def _per_document(dataset: Dataset) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -1,9 +1,9 @@
 """What a trainer knows of its run, for `run.json`."""
 
-from collections.abc import Sized
 from dataclasses import replace
 from typing import Any
 
+from ..data import count_documents
 from ..hub import is_same_repository
 from ..model_card import License, RunRecord, Source, device_counts, library_versions, training_recipe
 from ..model_card.run_record import HUB, MEMORY
@@ -18,8 +18,7 @@ def record_of(model: Any, target: Any, train_dataset: Any, eval_dataset: Any, se
     head, config, adapter = base_model(model), target.model.config, target.adapter
     sets = [train_dataset], eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     trained, evaluated = (
-        [Source.of(None, rows=len(data) if isinstance(data, Sized) else None) for data in part if data is not None]
-        for part in sets
+        [Source.of(None, rows=count_documents(data)) for data in part if data is not None] for part in sets
     )
     return RunRecord(
         target=Source.of(config.name_or_path, revision=commit_of(config)),
