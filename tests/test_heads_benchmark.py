@@ -170,7 +170,8 @@ def test_trains_decodes_and_resumes(experiment, tmp_path, capsys):
     for text in (
         "## Draft vocabulary",
         "| vocabulary_full |",
-        "Ours and specforge",
+        "Ours and specforge, 0.0001, batch 16",
+        "7 s of training, of which 2 compiling",
         "## Not run",
         "+0.000 (+0.000 to",
     ):
@@ -181,10 +182,14 @@ def test_trains_decodes_and_resumes(experiment, tmp_path, capsys):
 def decode_as_a_peer(experiment, directory, recipe, tmp_path):
     """Our own save points, as if another library had trained them."""
     points = [
-        {"step": point["step"], "tokens": point["tokens"], "supervised": point["supervised_tokens"], "seconds": 7.0}
+        {
+            "step": point["step"], "tokens": point["tokens"], "supervised": point["supervised_tokens"],
+            "seconds": 7.0, "compile_seconds": 2.0,
+        }
         for point in recipe["curve"]
-    ]
-    (tmp_path / "peer.json").write_text(json.dumps({"settings": {"learning_rate": 1e-4}, "rows": points}))
+    ]  # fmt: skip
+    settings = {"learning_rate": 1e-4, "batch_size": 16}
+    (tmp_path / "peer.json").write_text(json.dumps({"settings": settings, "rows": points}))
     places = [str(directory / "recipe-0" / "head" / f"checkpoint-{step}") for step in (1, 2)]
     benchmark.main([*experiment, "--decode-only", *places, "--peer", str(tmp_path / "peer.json")])
     rows = json.loads((directory / "heads.json").read_text())["rows"]
@@ -235,9 +240,9 @@ def test_learning_is_drawn_of_what_there_is(tmp_path):
     assert widths[0] == widths[1] < widths[2] < widths[3] and not (tmp_path / "none.png").exists()
 
 
-def test_a_peer_at_a_rate_not_its_own_is_another_arm():
-    assert heads.peer_name({"learning_rate": 1e-4}) == "specforge"
-    assert heads.peer_name({"learning_rate": 1e-3}) == "specforge, rate 0.001"
+def test_a_peer_with_another_rate_or_batch_is_another_arm():
+    flags = [{"learning_rate": rate, "batch_size": size} for rate, size in ((1e-4, 16), (1e-3, 16), (1e-4, 1))]
+    assert len({heads.peer_name(chosen) for chosen in flags}) == 3
 
 
 def test_time_to_the_peers_acceptance():

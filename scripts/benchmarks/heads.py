@@ -31,7 +31,6 @@ from .heads_runs import Experiment, Failed, Row, Training, decoded_curve, digest
 
 
 DECIDED_HERE = {"target", "dataset", "output_dir", "resume_from_checkpoint", "draft", "prompts", "output"}
-PEER_RATE = 1e-4  # its own
 PATHS = {"target", "data", "output_dir"}  # settings of the peer that are of no other machine
 DRY_TRAINING = {"max_steps": 2, "max_length": 128, "row_length": 128}
 DRY_DECODING = {"num_prompts": 2, "max_new_tokens": 4}
@@ -195,12 +194,11 @@ def decode_only(experiment: Experiment, heads: Sequence[Path], peer: Path | None
 
 
 def peer_name(flags: Row) -> str:
-    rate = flags["learning_rate"]
-    return "specforge" if rate == PEER_RATE else f"specforge, rate {rate:g}"
+    return f"specforge, {flags['learning_rate']:g}, batch {flags['batch_size']}"
 
 
 def seen(row: Row) -> Row:
-    return {"tokens": row["tokens"], "seconds": row["seconds"]}
+    return {name: row[name] for name in ("tokens", "seconds", "compile_seconds")}
 
 
 def keep(results: Results, row: Row) -> None:

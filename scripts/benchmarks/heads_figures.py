@@ -200,7 +200,7 @@ def seen_text(ours: Row, peer: Row) -> str:
     """Whether they have seen as much; if not, also ours where it had."""
     seen = "; ".join(
         f"{name} {row['tokens']:,} tokens, {row['supervised_tokens']:,} of them supervised"
-        for name, row in (("ours saw", ours), (peer["arm"], peer))
+        for name, row in (("ours saw", ours), (f"{peer['arm']}:", peer))
     )
     text = f"{capitalized(seen)}."
     if abs(ours["tokens"] / peer["tokens"] - 1) > ALIKE and ours["curve"] and ours["tokens"] > peer["tokens"]:
@@ -212,7 +212,8 @@ def seen_text(ours: Row, peer: Row) -> str:
 def time_text(ours: Row, peer: Row) -> str:
     """The seconds in which our curve reaches the peer's last mean."""
     goal = mean_length(counts_of([peer]))
-    text = f"{peer['arm']} has its mean of {goal:.3f} after {peer['seconds']:.0f} s of training"
+    compiling = f", of which {peer['compile_seconds']:.0f} compiling" if "compile_seconds" in peer else ""
+    text = f"{peer['arm']} has its mean of {goal:.3f} after {peer['seconds']:.0f} s of training{compiling}"
     reached = seconds_to(ours["curve"], goal)
     if not ours["curve"] or reached is None:
         return f"{text}; ours does not reach it along its curve." if ours["curve"] else f"{text}."

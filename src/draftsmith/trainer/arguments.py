@@ -69,8 +69,9 @@ class Eagle3TrainingArguments(TrainingArguments):
         default=False,
         metadata={
             "help": "Record the target's forward as a CUDA graph and replay it: for a small target, where the GPU "
-            "waits for the host. A shape of batch that comes again is recorded once, up to 8 of them: it wants packed "
-            "rows of one length. Keeps the memory of a forward's activations; no effect on the CPU."
+            "waits for the host. Rows are padded to a multiple of 64 tokens for it, and a shape of batch that comes "
+            "again is recorded, up to 8 of them: it wants packed rows. Keeps the memory of a forward's activations; "
+            "no effect on the CPU."
         },
     )
     keep_target_states: bool = field(
