@@ -242,7 +242,7 @@ def test_learning_is_drawn_of_what_there_is(tmp_path):
 
 def test_a_peer_with_another_rate_or_batch_is_another_arm():
     flags = [{"learning_rate": rate, "batch_size": size} for rate, size in ((1e-4, 16), (1e-3, 16), (1e-4, 1))]
-    assert len({heads.peer_name(chosen) for chosen in flags}) == 3
+    assert len({heads.peer_name(chosen) for chosen in [*flags, {**flags[0], "fc_norm": True}]}) == 4
 
 
 def test_time_to_the_peers_acceptance():

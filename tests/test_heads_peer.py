@@ -67,11 +67,12 @@ def flags(tmp_path):
     ]  # fmt: skip
 
 
-def test_its_heads_are_drafted_with_as_it_trains_them(flags, tmp_path):
+@pytest.mark.parametrize("options", [[], ["--fc_norm"]], ids=["plain", "fc_norm"])
+def test_its_heads_are_drafted_with_as_it_trains_them(options, flags, tmp_path):
     pytest.importorskip("specforge", reason="needs specforge 0.2.0, installed with --no-deps")
     from specforge.modeling.auto import AutoDraftModel, AutoDraftModelConfig
 
-    benchmark.main([*flags, "--epochs", "4", "--save_points", "2"])
+    benchmark.main([*flags, *options, "--epochs", "4", "--save_points", "2"])
     content = json.loads((tmp_path / "heads" / "heads_peer.json").read_text())
     first, last = content["rows"]
     assert (first["step"], last["step"]) == (6, 12)
@@ -85,7 +86,7 @@ def test_its_heads_are_drafted_with_as_it_trains_them(flags, tmp_path):
     ours, info = Eagle3DraftModel.from_pretrained(head, target=target, output_loading_info=True)
     assert not info["missing_keys"]
     size = sum(parameter.numel() for parameter in ours.parameters() if parameter.requires_grad)
-    sizes = Eagle3DraftConfig.from_target(target.config, draft_vocab_size=100)
+    sizes = Eagle3DraftConfig.from_target(target.config, draft_vocab_size=100, fc_norm=bool(options))
     new = sum(parameter.numel() for parameter in Eagle3DraftModel(sizes).parameters())
     assert content["settings"]["trained"] == new == size
     assert ours.config.eagle_aux_hidden_state_layer_ids == [

@@ -194,7 +194,8 @@ def decode_only(experiment: Experiment, heads: Sequence[Path], peer: Path | None
 
 
 def peer_name(flags: Row) -> str:
-    return f"specforge, {flags['learning_rate']:g}, batch {flags['batch_size']}"
+    norm = ", fc_norm" if flags.get("fc_norm") else ""
+    return f"specforge, {flags['learning_rate']:g}, batch {flags['batch_size']}{norm}"
 
 
 def seen(row: Row) -> Row:

@@ -93,6 +93,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output_dir", required=True, type=Path, help="new directory for heads and figures")
     parser.add_argument("--draft_vocab_size", type=int, help="default: the whole vocabulary")
     parser.add_argument("--ttt_steps", type=int, default=7)
+    parser.add_argument("--fc_norm", action="store_true", help="an option of its own: a norm of each fused state")
     parser.add_argument("--epochs", type=int, help="over the documents (default: 1, or as many as --max_tokens needs)")
     parser.add_argument("--max_tokens", type=int, help="to train on, padding not counted")
     parser.add_argument("--batch_size", type=int, default=1, help="documents per step")
@@ -171,6 +172,7 @@ def build_draft(args: argparse.Namespace, target: FrozenTarget, layers: list[int
         eos_token_id=sizes.eos_token_id,
         architectures=["LlamaForCausalLMEagle3"],
         tie_word_embeddings=False,
+        fc_norm=args.fc_norm,
         eagle_config={"eagle_aux_hidden_state_layer_ids": layers, "use_aux_hidden_state": True},
     )
     weight = target.embedding_weight
