@@ -130,6 +130,8 @@ def commands_run_here(monkeypatch):
         except UsageError as error:
             print("error:", error, file=stdout)
             status = 2
+        except SystemExit as error:
+            status = error.code
         return SimpleNamespace(returncode=status)
 
     monkeypatch.setattr(heads_runs.subprocess, "run", run)
@@ -177,6 +179,13 @@ def test_trains_decodes_and_resumes(experiment, tmp_path, capsys):
     ):
         assert text in page
     assert (tmp_path / "heads_by_position.png").exists() and (tmp_path / "heads_learning.png").exists()
+
+
+@pytest.mark.usefixtures("commands_run_here")
+def test_a_head_that_cannot_be_decoded_ends_with_its_log(experiment, tmp_path):
+    (tmp_path / "step-1").mkdir()
+    with pytest.raises(SystemExit, match="^status 2, decode_only/step-1.log:"):
+        benchmark.main([*experiment, "--decode-only", str(tmp_path / "step-1")])
 
 
 def decode_as_a_peer(experiment, directory, recipe, tmp_path):

@@ -124,8 +124,8 @@ def add(
         "gain": 0.0 if base is None else length - base["acceptance_length"],
     }  # fmt: skip
     results.add(row)
-    low, high = counts.interval or (length, length)
+    interval = "" if counts.interval is None else "{:.3f} to {:.3f}".format(*counts.interval)
     by_position = " ".join(f"{rate:.3f}" for rate in counts.rates)
-    shown = (f"{trained:,}", f"{row['share']:.3f}", f"{length:.3f}", f"{low:.3f} to {high:.3f}", f"{row['gain']:.3f}")
+    shown = (f"{trained:,}", f"{row['share']:.3f}", f"{length:.3f}", interval, f"{row['gain']:.3f}")
     print(line((head, rate, *shown, by_position), WIDTHS, 1), flush=True)
     return row

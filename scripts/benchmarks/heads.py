@@ -55,8 +55,11 @@ def main(arguments: Sequence[str]) -> None:
         results.rows.extend(json.loads(results.path.read_text())["rows"])
     print(line(HEADER[:4], WIDTHS, 1), HEADER[4], sep="  ", flush=True)
     if args.decode_only:
-        for row in decode_only(experiment, args.decode_only, args.peer):
-            keep(results, row)
+        try:
+            for row in decode_only(experiment, args.decode_only, args.peer):
+                keep(results, row)
+        except Failed as failed:
+            raise SystemExit(str(failed)) from failed
         return
     names = {arm.name for arm in ALL_ARMS} if args.arms == ["all"] else set(args.arms)
     wanted = {alike.get(name, name) for name in names}
