@@ -6,12 +6,9 @@ python scripts/recipe.py configs/recipe.yaml target=/models/mine output_dir=runs
 python scripts/recipe.py configs/recipe.yaml generate.engine=openai generate.base_url=http://localhost:8000
 
 Steps that are done are not done again, and one that was interrupted goes on. The settings of each lie in `output_dir`,
-so that a launcher may train, after `--until generate`. Evaluate and write the card by their settings then: run again,
-this would train on, as one process has more steps in an epoch than eight.
+so that a launcher may train, after `--until generate`; run again, this trains a finished run no further:
 
 torchrun --nproc_per_node 8 scripts/train.py --config runs/recipe/head_train.yaml
-draftsmith evaluate --config runs/recipe/head_evaluate.yaml
-draftsmith card --config runs/recipe/head_card.yaml
 """
 
 import argparse

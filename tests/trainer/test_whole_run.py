@@ -7,6 +7,8 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from draftsmith.data import pack_dataset
+from draftsmith.hub import SETTINGS
+from draftsmith.trainer.settings import OtherSettingsError
 
 from .common import assert_equal_weights, logged, make_rows, make_trainer, weights_of
 
@@ -85,3 +87,42 @@ def test_a_finished_run_is_not_trained_on(tmp_path, steps):
     again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
     assert again.state.global_step == steps and again.is_repeated
     assert_equal_weights(weights_of(again), weights_of(first), 0)
+
+
+EPOCHS = {**OPTIONS, "max_steps": -1, "num_train_epochs": 2, "save_steps": 2}
+EVEN = LENGTHS[:6]
+
+
+def test_a_run_finished_on_more_ranks_is_not_trained_on(tmp_path):
+    """One rank has more steps in an epoch: as many as it would take would be added."""
+    first = make_trainer(tmp_path, make_rows(EVEN), **EPOCHS | {"per_device_train_batch_size": 2})
+    first.train()
+    first.save_model()
+    as_if_on_two_ranks(tmp_path / "checkpoint-6")
+    again = make_trainer(tmp_path, make_rows(EVEN), **EPOCHS)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.max_steps == 12 and again.state.global_step == first.state.global_step == 6
+    assert again.is_repeated
+    assert_equal_weights(weights_of(again), weights_of(first), 0)
+
+
+def test_an_interrupted_run_goes_on_with_as_many_rows_in_a_step(tmp_path):
+    two_rows = {"per_device_train_batch_size": 2}
+    first = make_trainer(tmp_path, make_rows(EVEN), **EPOCHS | two_rows, callbacks=[StopAfter(2)])
+    first.train()
+    as_if_on_two_ranks(tmp_path / "checkpoint-2")
+    with pytest.raises(OtherSettingsError, match="`world_size` was 2 and is 1.*`gradient_accumulation_steps` keeps"):
+        make_trainer(tmp_path, make_rows(EVEN), **EPOCHS).train(resume_from_checkpoint=True)
+    resumed = make_trainer(tmp_path, make_rows(EVEN), **EPOCHS | {"gradient_accumulation_steps": 2})
+    resumed.train(resume_from_checkpoint=True)
+    whole = make_trainer(tmp_path / "whole", make_rows(EVEN), **EPOCHS | two_rows)
+    whole.train()
+    assert resumed.state.global_step == whole.state.global_step == 6
+    assert_equal_weights(weights_of(resumed), weights_of(whole), 1e-5)
+
+
+def as_if_on_two_ranks(checkpoint):
+    """What two ranks with a row each would have written."""
+    content = json.loads((checkpoint / SETTINGS).read_text())
+    content["settings"] |= {"per_device_train_batch_size": 1, "world_size": 2}
+    (checkpoint / SETTINGS).write_text(json.dumps(content))

@@ -26,6 +26,12 @@ class TrainingFault(RuntimeError):
     """Training cannot go on. The message says why and what to do; commands print it without a traceback."""
 
 
+def has_all_epochs(checkpoint: Path, num_train_epochs: float) -> bool:
+    """Whether it has seen the data as often as asked for, in however many steps: fewer, on more ranks."""
+    state = checkpoint / STATE
+    return state.is_file() and (TrainerState.load_from_json(str(state)).epoch or 0.0) >= num_train_epochs
+
+
 def remove_unfinished(run_dir: Path) -> None:
     """Remove what a killed process, or a failed save, left."""
     for leftover in run_dir.glob(f"{UNFINISHED}*"):

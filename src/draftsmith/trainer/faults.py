@@ -20,6 +20,7 @@ from .checkpoints import (
     TrainingFault,
     explained_write_errors,
     finish_checkpoint,
+    has_all_epochs,
     last_whole_checkpoint,
     refuse_damaged,
     refuse_unwritable,
@@ -50,6 +51,7 @@ class FaultTolerantTrainer(Trainer):
         self._last_log = time.perf_counter()
         self._non_finite = NonFiniteSteps(self.args.max_nan_steps)
         self.resumed_from: Path | None = None  # the checkpoint that the last `train()` went on from
+        self._has_all_epochs = False  # that checkpoint
         self._unfinished: Path | None = None  # where the checkpoint is that is being written
 
     @property
@@ -66,8 +68,11 @@ class FaultTolerantTrainer(Trainer):
         elif resume_from_checkpoint:
             refuse_damaged(resume_from_checkpoint)
         self.resumed_from = Path(resume_from_checkpoint) if resume_from_checkpoint else None
+        self._has_all_epochs = False
         if self.resumed_from is not None:
             self.refuse_other_settings(self.resumed_from, is_named=is_named)
+            by_epochs = self.args.max_steps <= 0
+            self._has_all_epochs = by_epochs and has_all_epochs(self.resumed_from, self.args.num_train_epochs)
         if self.args.should_save:
             remove_unfinished(Path(self.args.output_dir or "."))
         self._last_log = time.perf_counter()
@@ -95,8 +100,9 @@ class FaultTolerantTrainer(Trainer):
         raise NotImplementedError
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """transformers would take one step more when it resumes a finished run whose last step was within an epoch."""
-        if self.state.global_step < self.state.max_steps:
+        """transformers would train a finished run on: by one step where the last one was within an epoch, and by many
+        on fewer ranks, whose epochs have more steps."""
+        if self.state.global_step < self.state.max_steps and not self._has_all_epochs:
             super()._run_epoch(*args, **kwargs)
         else:
             self.control.should_training_stop = True

@@ -12,7 +12,7 @@ from ..data.wording import changes
 from ..hub import SETTINGS
 from ..model_card import RunRecord, Source, training_recipe
 from .arguments import Eagle3TrainingArguments
-from .checkpoints import step_of
+from .checkpoints import has_all_epochs, step_of
 
 
 logger = logging.getLogger(__name__)
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 RESUMED = "resumed"  # in a recipe: what earlier steps were trained with
 SCHEDULE = ("max_steps", "num_train_epochs")
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "world_size")
-PLACEMENT = {"world_size", "deepspeed_zero_stage", "target_tp", "gradient_checkpointing"}  # of how it is computed
-CHOSEN = {*SCHEDULE, "data_digest"}  # who names a checkpoint may mean to change them
+PLACEMENT = {"deepspeed_zero_stage", "target_tp", "gradient_checkpointing"}  # of how it is computed
+CHOSEN = {*SCHEDULE, "data_digest", "world_size"}  # who names a checkpoint may mean to change them
 HEAD = (
     "hidden_size", "intermediate_size", "sliding_window", "eagle_aux_hidden_state_layer_ids", "norm_output", "fc_norm",
     "norm_before_fc",
@@ -76,8 +76,8 @@ def refuse_other_settings(
 ) -> tuple[list[str], list[str]]:
     """Compare `now` with what the checkpoint was trained with.
 
-    How many ranks compute, and what else changes no update, may differ: so may the schedule, and the contents of the
-    data, of a checkpoint that `is_named` by its path.
+    What changes no update may differ, so the number of ranks where a step has as many rows as before or no epoch is left.
+    Of a checkpoint that `is_named` by its path that may be any, and schedule and contents of the data may differ, too.
 
     Returns:
         What earlier steps were trained with, for the recipe; and the names that are other now.
@@ -93,10 +93,14 @@ def refuse_other_settings(
     before = kept["settings"]
     changed = [name for name in before if name in now and before[name] != now[name]]
     free = PLACEMENT | set(BATCH if _batch(before) == _batch(now) else ())
+    if now["num_train_epochs"] is not None and has_all_epochs(checkpoint, now["num_train_epochs"]):
+        free.add("world_size")
     refused = [name for name in changed if name not in free]
     if refused and not (is_named and CHOSEN.issuperset(refused)):
         may_be_named = CHOSEN.issuperset(refused)
         named = f"; to change it on purpose, pass --resume_from_checkpoint {checkpoint}" if may_be_named else ""
+        if "world_size" in refused:
+            named += "; `gradient_accumulation_steps` keeps a step's rows on another number of ranks"
         raise OtherSettingsError(
             f"`output_dir`: {checkpoint} was trained with other settings: {_changes(refused, before, now)}. Go on "
             f"with the former, or name another `output_dir`{named}."
