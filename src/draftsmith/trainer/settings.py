@@ -76,8 +76,8 @@ def refuse_other_settings(
 ) -> tuple[list[str], list[str]]:
     """Compare `now` with what the checkpoint was trained with.
 
-    What changes no update may differ, so the number of ranks where a step has as many rows as before or no epoch is left.
-    Of a checkpoint that `is_named` by its path that may be any, and schedule and contents of the data may differ, too.
+    What changes no update may differ, so the number of ranks where a step has as many rows as before, or no epoch is
+    left. Of a checkpoint that `is_named` by its path any number may, and the schedule and contents of the data, too.
 
     Returns:
         What earlier steps were trained with, for the recipe; and the names that are other now.
