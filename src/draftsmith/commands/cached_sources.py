@@ -44,7 +44,6 @@ def manifest_of(
     }
     identity = target_identity(target_args, commit_of(target.model.config))
     identity |= {"dtype": str(target.model.dtype).removeprefix("torch."), "precision": target.precision}
-    trained, evaluated = sources_of(data_args, data)
     manifest = Manifest(
         target=identity,
         tokenizer=tokenizer_fingerprint(tokenizer),
@@ -53,8 +52,10 @@ def manifest_of(
         storage=args.storage,
         batch_size=args.batch_size,
         data={
-            "sources": [asdict(source) for source in trained],
-            "eval_sources": [asdict(source) for source in evaluated],
+            "sources": [asdict(source) for source in sources_of(data_args.dataset, data_args.split, data.train)],
+            "eval_sources": [
+                asdict(source) for source in sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation)
+            ],
             "cache_keys": {name: report.cache_keys for name, report in data.reports.items()},
             "arguments": data_arguments(data_args),
         },

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ..data import DataArguments, DatasetStatistics, PreparedData, count_tokens, coverage
+from ..data import DataArguments, PreparedData, count_documents, count_tokens, coverage
 from ..model_card import RunRecord, Source
 from ..model_card.metadata import LOCAL_PATH
 from ..models.eagle3 import Eagle3DraftModel
@@ -29,7 +30,7 @@ def as_given(
         target_gguf_file=gguf_file and (Path(gguf_file).name if LOCAL_PATH.search(gguf_file) else gguf_file),
         trust_remote_code=target_args.trust_remote_code or None,
         draft=None if source is None else Source.of(source, revision=cached_commit(source)),
-        datasets=_sources(data_args.dataset, data_args.split, None),
+        datasets=sources_of(data_args.dataset, data_args.split, None),
         recipe={name: getattr(data_args, name) for name in DECIDED}
         | {name: getattr(data_args, name) or None for name in CHOSEN},
     )
@@ -44,28 +45,19 @@ def with_sources(
     draft: Eagle3DraftModel,
 ) -> RunRecord:
     d2t = None if draft.d2t is None else draft.d2t.cpu()
-    trained, evaluated = sources_of(data_args, data)
     return replace(
         as_given(record, target_args, draft_args, data_args),
-        datasets=trained,
-        eval_datasets=evaluated,
+        datasets=sources_of(data_args.dataset, data_args.split, data.train),
+        eval_datasets=sources_of(data_args.eval_dataset, data_args.eval_split, data.evaluation),
         coverage=1.0 if d2t is None else coverage(count_tokens(data.train, draft.config.vocab_size), d2t),
     )
 
 
-def sources_of(data_args: DataArguments, data: PreparedData) -> tuple[list[Source], list[Source]]:
-    """What is trained on, and what is evaluated on."""
-    return (
-        _sources(data_args.dataset, data_args.split, data.statistics["train"]),
-        _sources(data_args.eval_dataset, data_args.eval_split, data.statistics.get("evaluation")),
-    )
+def sources_of(names: Sequence[str], split: str, data: Any) -> list[Source]:
+    return with_rows([Source.of(name, split=split) for name in names], data)
 
 
-def with_rows(sources: Sequence[Source], prepared: DatasetStatistics | None) -> list[Source]:
+def with_rows(sources: Sequence[Source], data: Any) -> list[Source]:
     """Rows are documents, packed or not. They were prepared of all sources together, so they are said of one alone."""
-    rows = prepared.documents if prepared is not None and len(sources) == 1 else None
+    rows = count_documents(data) if len(sources) == 1 else None
     return [replace(source, rows=rows) for source in sources]
-
-
-def _sources(names: Sequence[str], split: str, prepared: DatasetStatistics | None) -> list[Source]:
-    return with_rows([Source.of(name, split=split) for name in names], prepared)

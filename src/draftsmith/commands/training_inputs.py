@@ -56,17 +56,15 @@ class TrainingInputs:
         """The record, with what the cache knows of the target and the data."""
         if self.manifest is None:
             return record
-        target, data, statistics = self.manifest.target, self.manifest.data, self.data.statistics
+        target, data = self.manifest.target, self.manifest.data
         chosen = {name: value for name in CHOSEN if (value := data["arguments"].get(name))}
         return replace(
             record,
             target=Source(target["name"], target["kind"], target["revision"]),
             target_precision=target["precision"],
             target_adapter=None if target["adapter"] is None else Source(**target["adapter"]),
-            datasets=with_rows([Source(**source) for source in data["sources"]], statistics["train"]),
-            eval_datasets=with_rows(
-                [Source(**source) for source in data["eval_sources"]], statistics.get("evaluation")
-            ),
+            datasets=with_rows([Source(**source) for source in data["sources"]], self.data.train),
+            eval_datasets=with_rows([Source(**source) for source in data["eval_sources"]], self.data.evaluation),
             recipe={**record.recipe, **chosen, "hidden_states": self.manifest.storage},
         )
 
